@@ -1,0 +1,55 @@
+"""The `cldetr` command: one subcommand per module in `cldetr.commands`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Sequence
+
+from cldetr import __version__
+from cldetr.errors import InputError
+
+# name → what it does. A command is a module `cldetr.commands.<name>` with `add_arguments(parser)`
+# and `run(args) -> int`; it is imported only when asked for, so that `--help` answers at once.
+COMMANDS = {
+    "doctor": "tell what works on this machine and what does not, with the fix",
+    "build": "compile the fast operators for this machine",
+    "shapes": "generate the embedded data set",
+    "split": "divide a data set into phases, audit and save the result",
+    "exemplars": "choose the exemplars of a data set",
+    "convert": "turn official Deformable DETR, DETR, UP-DETR and CL-DETR checkpoints into ours",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status (2 for what the user can mend)."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = argparse.ArgumentParser(
+        prog="cldetr",
+        description="Incremental object detection with transformers. Training: train_net.py.",
+    )
+    parser.add_argument("--version", action="version", version=f"cldetr {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    # Only the chosen command's module is imported: the others show one line of help.
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    for name, summary in COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name == chosen:
+            command = importlib.import_module(f"cldetr.commands.{name}")
+            command.add_arguments(subparser)
+            subparser.set_defaults(run=command.run)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    try:
+        return int(args.run(args))
+    except InputError as error:
+        print(f"cldetr {args.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

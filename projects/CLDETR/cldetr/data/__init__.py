@@ -1,0 +1,1 @@
+"""Annotation files, registered views, exemplars and the embedded data set."""

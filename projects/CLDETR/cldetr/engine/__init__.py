@@ -1,0 +1,1 @@
+"""The engine: one recipe, one run directory, every phase and stage."""

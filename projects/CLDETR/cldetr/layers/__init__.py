@@ -1,0 +1,1 @@
+"""Operators and small layers; `csrc` holds the compiled ones."""

@@ -1,0 +1,1 @@
+"""What a method does with the old model: pseudo-labels, distillation losses, the learner."""

@@ -1,0 +1,1 @@
+"""Detectors, matching and losses; knows nothing of data, methods or phases."""

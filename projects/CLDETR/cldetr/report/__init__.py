@@ -1,0 +1,1 @@
+"""Tables, plots, pictures and pages of finished and unfinished runs."""
