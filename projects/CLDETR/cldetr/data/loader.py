@@ -1,0 +1,133 @@
+"""Loading by position, so that a run can stop and go on anywhere.
+
+Every training sample has a position in its stage. The position alone, with the run's seed, decides
+which image it is and how it is augmented: there is no random state to save, any number of workers
+or processes sees the same samples, and a resumed run continues with the very next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from cldetr.data.mapper import Mapper
+from cldetr.errors import InputError
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """One permutation of the images per epoch, cut into whole batches.
+
+    As in DETR an epoch has ⌊images / batch⌋ batches and the few images left over wait for the next
+    epoch's permutation. Fewer images than one batch make one batch an epoch, going round.
+    """
+
+    images: int
+    batch: int  # images in a step, over all processes
+    seed: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.images < 1:
+            raise InputError("there is no image to train on in this stage")
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches in an epoch."""
+        return max(self.images // self.batch, 1)
+
+    def epoch(self, number: int) -> np.ndarray:
+        """The image numbers of one epoch, (steps_per_epoch · batch,)."""
+        order = np.random.default_rng((*self.seed, number)).permutation(self.images)
+        return np.resize(order, self.steps_per_epoch * self.batch)
+
+
+class PositionDataset(Dataset):
+    """The samples of one stage, addressed by position."""
+
+    def __init__(self, entries: Sequence[Any], mapper: Mapper, order: SampleOrder) -> None:
+        assert len(entries) == order.images
+        self.entries = entries
+        self.mapper = mapper
+        self.order = order
+        self._epoch: tuple[int, np.ndarray] | None = None
+
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        size = self.order.steps_per_epoch * self.order.batch
+        number, place = divmod(position, size)
+        if self._epoch is None or self._epoch[0] != number:
+            self._epoch = (number, self.order.epoch(number))
+        entry = self.entries[int(self._epoch[1][place])]
+        # The trailing 1 keeps augmentation apart from the permutations' random streams.
+        rng = np.random.default_rng((*self.order.seed, position, 1))
+        return self.mapper(entry, rng)
+
+
+class StepSampler(Sampler[list[int]]):
+    """The positions that one process loads, step by step: its slice of each global batch."""
+
+    def __init__(self, first: int, last: int, batch: int, rank: int, world: int) -> None:
+        if batch % world:
+            raise InputError(
+                f"a batch of {batch} images cannot be divided among {world} processes: "
+                f"choose SOLVER.IMS_PER_BATCH as a multiple of {world}"
+            )
+        self.steps = range(first, last)
+        self.batch, self.rank, self.share = batch, rank, batch // world
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for step in self.steps:
+            start = step * self.batch + self.rank * self.share
+            yield list(range(start, start + self.share))
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+
+def train_loader(
+    dataset: PositionDataset,
+    *,
+    first: int,
+    last: int,
+    workers: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    pin_memory: bool = False,
+) -> DataLoader:
+    """Loads the batches of steps `first` to `last` (exclusive) of a stage, as lists of inputs."""
+    return DataLoader(
+        dataset,
+        batch_sampler=StepSampler(first, last, dataset.order.batch, rank, world),
+        num_workers=workers,
+        collate_fn=_as_list,
+        worker_init_fn=_one_thread,
+        pin_memory=pin_memory,
+        # Its own generator: the loader must not draw from the stream that drives dropout.
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+class MappedDataset(Dataset):
+    """Entries of a view through a test mapper, in order."""
+
+    def __init__(self, entries: Sequence[Any], mapper: Mapper) -> None:
+        self.entries = entries
+        self.mapper = mapper
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.mapper(self.entries[index])
+
+
+def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return batch
+
+
+def _one_thread(worker: int) -> None:
+    torch.set_num_threads(1)

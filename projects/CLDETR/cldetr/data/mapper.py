@@ -1,0 +1,162 @@
+"""From a data set's entry to what a detector takes: decoded, augmented, with its targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.data import detection_utils
+from detectron2.data import transforms as T
+from detectron2.structures import Boxes, BoxMode, Instances
+
+from cldetr.errors import InputError
+
+COCO_SHORT_SIDES = tuple(range(480, 801, 32))
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """DETR's training augmentation, and the size that images are tested at.
+
+    Each image is flipped with probability `flip`. Then it is resized so that its short side is one
+    of `short_sides` and its long side at most `max_side`; with probability `crop` it is before that
+    resized to one of `crop_short_sides` and cropped to a window whose sides are uniform in
+    `crop_window`. Empty `short_sides` leave the size alone.
+    """
+
+    flip: float = 0.5
+    short_sides: tuple[int, ...] = COCO_SHORT_SIDES
+    max_side: int = 1333
+    crop: float = 0.5
+    crop_short_sides: tuple[int, ...] = (400, 500, 600)
+    crop_window: tuple[int, int] = (384, 600)
+    test_short_side: int = 800  # 0 leaves the size alone
+    test_max_side: int = 1333
+    format: str = "RGB"
+
+    def __post_init__(self) -> None:
+        low, high = self.crop_window
+        if not 0 < low <= high:
+            raise InputError(f"the crop window must be 0 < least ≤ most, not {self.crop_window}")
+
+    def draw(self, height: int, width: int, rng: np.random.Generator) -> T.TransformList:
+        """Draws the transforms of one training image; all chance comes from `rng`."""
+        steps: list[T.Transform] = []
+        if rng.random() < self.flip:
+            steps.append(T.HFlipTransform(width))
+        size = (height, width)
+        if rng.random() < self.crop and self.crop_short_sides:
+            size = _resize(steps, size, int(rng.choice(self.crop_short_sides)), None)
+            size = _crop(steps, size, self.crop_window, rng)
+        if self.short_sides:
+            _resize(steps, size, int(rng.choice(self.short_sides)), self.max_side)
+        return T.TransformList(steps)
+
+    def test_transform(self, height: int, width: int) -> T.TransformList:
+        """The transform of a test image."""
+        steps: list[T.Transform] = []
+        if self.test_short_side:
+            _resize(steps, (height, width), self.test_short_side, self.test_max_side)
+        return T.TransformList(steps)
+
+
+class Mapper:
+    """Turns an entry of a view into a training or test input of a Detectron2 model."""
+
+    def __init__(self, augmentation: Augmentation, training: bool) -> None:
+        self.augmentation = augmentation
+        self.training = training
+
+    def __call__(
+        self, entry: Mapping[str, Any], rng: np.random.Generator | None = None
+    ) -> dict[str, Any]:
+        """Maps one entry.
+
+        Args:
+            entry: a dictionary in Detectron2's format.
+            rng: the source of chance, needed in training.
+        """
+        image = read_image(entry, self.augmentation.format)
+        height, width = image.shape[:2]
+        if self.training:
+            assert rng is not None, "training images need a source of chance"
+            transforms = self.augmentation.draw(height, width, rng)
+        else:
+            transforms = self.augmentation.test_transform(height, width)
+        image = transforms.apply_image(image)
+        mapped = {key: value for key, value in entry.items() if key != "annotations"}
+        mapped["image"] = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
+        if self.training:
+            mapped["instances"] = _instances(
+                entry.get("annotations", ()), transforms, image.shape[:2]
+            )
+        return mapped
+
+
+def read_image(entry: Mapping[str, Any], format: str) -> np.ndarray:
+    """Decodes an image, upright by its EXIF tag, and checks it against its annotation.
+
+    A file that cannot be read stops the run by name: a substitute would quietly change the data.
+    """
+    path = entry["file_name"]
+    try:
+        image = detection_utils.read_image(path, format=format)
+    except Exception as error:
+        raise InputError(f"cannot read image {path}: {type(error).__name__}: {error}") from error
+    found = image.shape[1], image.shape[0]
+    stated = entry.get("width", found[0]), entry.get("height", found[1])
+    if found != stated:
+        raise InputError(
+            f"image {path} is {found[0]}×{found[1]} but its annotation says "
+            f"{stated[0]}×{stated[1]}: mend the annotation file"
+        )
+    return image
+
+
+def _instances(
+    annotations: list[dict[str, Any]], transforms: T.TransformList, size: tuple[int, int]
+) -> Instances:
+    """Transformed boxes and labels; crowd regions are no targets, boxes cropped away are gone."""
+    kept = [obj for obj in annotations if not obj.get("iscrowd", 0)]
+    boxes = np.array(
+        [BoxMode.convert(obj["bbox"], obj["bbox_mode"], BoxMode.XYXY_ABS) for obj in kept],
+        dtype=np.float64,
+    ).reshape(-1, 4)
+    boxes = np.asarray(transforms.apply_box(boxes), dtype=np.float64).reshape(-1, 4)
+    height, width = size
+    boxes = boxes.clip(min=0.0, max=np.array([width, height, width, height], dtype=np.float64))
+    alive = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
+    labels = np.array([obj["category_id"] for obj in kept], dtype=np.int64)
+    instances = Instances(size)
+    instances.gt_boxes = Boxes(torch.from_numpy(boxes[alive]).float())
+    instances.gt_classes = torch.from_numpy(labels[alive])
+    return instances
+
+
+def _resize(
+    steps: list[T.Transform], size: tuple[int, int], short_side: int, max_side: int | None
+) -> tuple[int, int]:
+    height, width = size
+    limit = max_side if max_side is not None else 1 << 30
+    new_height, new_width = T.ResizeShortestEdge.get_output_shape(height, width, short_side, limit)
+    steps.append(T.ResizeTransform(height, width, new_height, new_width))
+    return new_height, new_width
+
+
+def _crop(
+    steps: list[T.Transform],
+    size: tuple[int, int],
+    window: tuple[int, int],
+    rng: np.random.Generator,
+) -> tuple[int, int]:
+    height, width = size
+    low, high = window
+    crop_width = int(rng.integers(min(width, low), min(width, high), endpoint=True))
+    crop_height = int(rng.integers(min(height, low), min(height, high), endpoint=True))
+    left = int(rng.integers(0, width - crop_width, endpoint=True))
+    top = int(rng.integers(0, height - crop_height, endpoint=True))
+    steps.append(T.CropTransform(left, top, crop_width, crop_height, width, height))
+    return crop_height, crop_width

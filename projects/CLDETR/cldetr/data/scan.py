@@ -1,0 +1,87 @@
+"""The pre-flight scan: every image file is there, whole and of the stated size, before training."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+from PIL import Image
+from tqdm import tqdm
+
+from cldetr.data.coco import CocoData
+from cldetr.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+MAX_PIXELS = 1 << 27  # 134 million: twice what the largest consumer cameras take
+_EXIF_ORIENTATION = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+_ENDINGS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+
+
+def scan_images(data: CocoData, indices: Iterable[int] | None = None, threads: int = 8) -> None:
+    """Checks image files and stops with one message that lists all bad ones.
+
+    Reads headers and last bytes, not pixels: missing, empty, truncated, unreadable, oversized files
+    and files of another size than stated are found; a flipped bit inside the pixels is not.
+    """
+    numbers = list(range(len(data.image_ids)) if indices is None else indices)
+    with ThreadPoolExecutor(threads) as pool:
+        checked = pool.map(lambda number: check_image(data, number), numbers, chunksize=64)
+        bar = tqdm(
+            checked,
+            total=len(numbers),
+            desc=f"checking images of {data.name}",
+            unit="image",
+            disable=len(numbers) < 5000,
+            leave=False,
+        )
+        problems = [problem for problem in bar if problem is not None]
+    if problems:
+        raise InputError.listing(
+            f"{data.name}: {len(problems)} of {len(numbers)} image files cannot be used:", problems
+        )
+    logger.info("%s: %d image files are there and whole", data.name, len(numbers))
+
+
+def check_image(data: CocoData, number: int) -> str | None:
+    """Says what is wrong with one image file, or None."""
+    name = data.file_names[number]
+    label = f"image {int(data.image_ids[number])}, {name}"
+    try:
+        path = data.image_path(number)
+    except InputError as error:
+        return str(error)
+    try:
+        size = os.path.getsize(path)
+    except OSError as error:
+        return f"{label}: {error.strerror or error} (put the file below {data.image_root})"
+    if size == 0:
+        return f"{label}: the file is empty"
+    try:
+        with Image.open(path) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                return f"{label}: {width}×{height} is more than {MAX_PIXELS:,} pixels"
+            if image.getexif().get(_EXIF_ORIENTATION, 1) in _SIDEWAYS:
+                width, height = height, width
+            kind = image.format
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        return f"{label}: not a readable image ({error})"
+    stated = int(data.widths[number]), int(data.heights[number])
+    if (width, height) != stated:
+        return f"{label}: is {width}×{height}, its annotation says {stated[0]}×{stated[1]}"
+    ending = _ENDINGS.get(kind or "")
+    if ending is not None and not _ends_with(path, ending):
+        return f"{label}: the file is truncated"
+    return None
+
+
+def _ends_with(path: str | os.PathLike[str], ending: bytes) -> bool:
+    """Whether the ending stands in the last kilobytes; cameras pad files with other bytes."""
+    with open(path, "rb") as stream:
+        stream.seek(0, os.SEEK_END)
+        stream.seek(max(stream.tell() - 4096, 0))
+        return ending in stream.read()

@@ -1,0 +1,163 @@
+"""The learner: a detector, what it is taught in this stage, and the frozen model that helps.
+
+It is what the training loop sees: images in, a dictionary of losses out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from detectron2.utils.events import EventStorage, get_event_storage
+from torch import Tensor, nn
+
+from cldetr.methods.pseudo import MergeCounts, PseudoRule, make_pseudo_labels, merge_batch
+from cldetr.modeling.structures import DetrOutput, Target
+
+
+class Learner(nn.Module):
+    """Trains a detector in one stage, with labels completed by a frozen model where asked."""
+
+    def __init__(
+        self,
+        detector: nn.Module,
+        *,
+        seen: Sequence[int],
+        teacher: nn.Module | None = None,
+        teacher_classes: Sequence[int] = (),
+        rule: PseudoRule | None = None,
+        skip_annotated: bool = False,
+        mask_unseen: bool = True,
+    ) -> None:
+        """Sets up one stage.
+
+        Args:
+            detector: the model Φ that learns; its weights are this module's only ones.
+            seen: labels of all classes up to this phase.
+            teacher: the frozen model: Φ^old in the training step, the model at the start of
+                calibration when exemplars are completed.
+            teacher_classes: labels that the teacher may give.
+            rule: how its predictions become pseudo-labels.
+            skip_annotated: give no pseudo-label of a class that is annotated on the image anyway
+                (the image's own phase); the paper's DKD does not ask.
+            mask_unseen: leave the head's rows of unseen classes out of the loss.
+        """
+        super().__init__()
+        self.detector = detector
+        self.rule = rule
+        self.skip_annotated = skip_annotated
+        self.progress = 0.0  # of the stage, in [0, 1]; the trainer moves it
+        self.pseudo_images = 0  # images labelled since the last reset, and those left without any
+        self.pseudo_empty = 0
+        num_classes = detector.num_classes
+        self.register_buffer("_seen", _mask(seen, num_classes), persistent=False)
+        self.register_buffer(
+            "_teacher_classes", _mask(teacher_classes, num_classes), persistent=False
+        )
+        self.mask_unseen = mask_unseen
+        # A tuple hides the teacher from the module tree: no gradient, no checkpoint, no DDP, and
+        # .train() does not reach it.
+        self._teacher = () if teacher is None else (teacher,)
+
+    @property
+    def teacher(self) -> nn.Module | None:
+        """The frozen model, if this stage has one."""
+        return self._teacher[0] if self._teacher else None
+
+    def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Computes the losses of a batch: L_DKD (Eq. 5) with a teacher, L_DETR (Eq. 1) without."""
+        images = self.detector.preprocess(batched_inputs)
+        targets = self.detector.targets(batched_inputs)
+        trusted = True
+        if self.teacher is not None and self.rule is not None:
+            targets, trusted = self._distill(images, targets, batched_inputs)
+        output = self.detector.predict(images)
+        if not trusted or not _finite(output):
+            return _refuse(output)
+        mask = self._seen if self.mask_unseen else None
+        return self.detector.criterion(output, targets, class_mask=mask)
+
+    @torch.no_grad()
+    def _distill(
+        self, images: Any, truths: list[Target], batched_inputs: list[dict[str, Any]]
+    ) -> tuple[list[Target], bool]:
+        """Labels a batch with the teacher and merges (Alg. 1, lines 5-7).
+
+        Returns:
+            the merged labels and whether the teacher's predictions were all finite.
+        """
+        assert self.teacher is not None
+        assert self.rule is not None
+        output = self.teacher.predict(images)
+        if not _finite(output):
+            return truths, False
+        logits = output.logits[-1].float()
+        usable = self._teacher_classes.expand(len(truths), -1)
+        if self.skip_annotated:
+            annotated = [_mask(x["annotated_classes"], usable.shape[1]) for x in batched_inputs]
+            usable = usable & ~torch.stack(annotated).to(usable.device)
+        pseudo = make_pseudo_labels(
+            self.teacher.scores(logits),
+            output.boxes[-1].float(),
+            self.teacher.background(logits),
+            usable,
+            self.rule,
+            self.progress,
+        )
+        merged, counts = merge_batch(truths, pseudo, self.rule, most=logits.shape[1])
+        self._log(counts, truths)
+        return merged, True
+
+    def _log(self, counts: MergeCounts, truths: list[Target]) -> None:
+        self.pseudo_images += counts.images
+        self.pseudo_empty += counts.empty
+        storage = _storage()
+        if storage is None:
+            return
+        images = max(counts.images, 1)
+        storage.put_scalar("pseudo/per_image", counts.pseudo / images)
+        storage.put_scalar("pseudo/truth_per_image", sum(map(len, truths)) / images)
+        storage.put_scalar("pseudo/overlapping", counts.overlapping / images)
+        storage.put_scalar("pseudo/without", counts.empty / images)
+        if counts.overflow:
+            storage.put_scalar("pseudo/overflow", counts.overflow)
+
+
+def freeze(detector: nn.Module) -> nn.Module:
+    """Makes a frozen copy of a detector: evaluation mode, no gradients."""
+    teacher = copy.deepcopy(detector).eval()
+    for parameter in teacher.parameters():
+        parameter.requires_grad_(False)
+    return teacher
+
+
+def _mask(labels: Sequence[int], num_classes: int) -> Tensor:
+    mask = torch.zeros(num_classes, dtype=torch.bool)
+    mask[list(labels)] = True
+    return mask
+
+
+def _finite(output: DetrOutput) -> bool:
+    return bool(torch.isfinite(output.logits).all() and torch.isfinite(output.boxes).all())
+
+
+def _refuse(output: DetrOutput) -> dict[str, Tensor]:
+    """A loss that is not a number, still tied to every weight.
+
+    The trainer skips a step whose gradients are not finite. Going through the backward pass lets
+    every process see that at the same step, where raising here would leave the others waiting.
+    """
+    total = output.logits.sum() + output.boxes.sum()
+    if output.proposals is not None:
+        total = total + output.proposals.logits.sum() + output.proposals.boxes.sum()
+    return {"loss_cls": total * float("nan")}
+
+
+def _storage() -> EventStorage | None:
+    """The current event storage, or None outside a training loop."""
+    try:
+        return get_event_storage()
+    except AssertionError:
+        return None

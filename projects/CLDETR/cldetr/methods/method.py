@@ -1,0 +1,75 @@
+"""A method is a row: which pseudo-labels, which distillation, which memory, calibrate or not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cldetr.errors import InputError
+from cldetr.methods.pseudo import PseudoRule
+
+
+@dataclass(frozen=True)
+class MemoryRule:
+    """Which exemplars are kept and whether the training step replays them.
+
+    Attributes:
+        strategy: a word of `cldetr.data.exemplars.STRATEGIES`.
+        budget: R_i, as a fraction of the phase's images (below or at 1.0) or as a number.
+        replay: train on D_i ∪ E_1:i−1 rather than on D_i alone.
+    """
+
+    strategy: str = "kl"
+    budget: float | int = 0.1
+    replay: bool = True
+
+
+@dataclass(frozen=True)
+class CalibrationRule:
+    """The second step of a phase: fine-tuning on the exemplars alone (Alg. 1, lines 14-18).
+
+    Attributes:
+        complete: the paper's exemplars carry the labels of their own phase only, so that objects of
+            other phases are taught as background. With a rule here they get pseudo-labels from the
+            model as it was when calibration began. None is the paper, read literally.
+    """
+
+    complete: PseudoRule | None = None
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is done against forgetting from the second phase on; nothing at all is fine-tuning.
+
+    Attributes:
+        name: what tables call it.
+        pseudo: labels from the old model (DKD), or None.
+        memory: exemplars, or None.
+        calibrate: the calibration step, or None. It needs a memory.
+        unseen: classes of later phases have rows in the head from the start. "mask" leaves those
+            rows out of the loss until their phase; "negative" trains them as negatives, as the
+            released code does.
+        joint: train every phase on all data seen so far with all labels: the upper bound.
+    """
+
+    name: str = "finetune"
+    pseudo: PseudoRule | None = None
+    memory: MemoryRule | None = None
+    calibrate: CalibrationRule | None = None
+    unseen: Literal["mask", "negative"] = "mask"
+    joint: bool = False
+
+    def __post_init__(self) -> None:
+        if self.calibrate is not None and self.memory is None:
+            raise InputError("calibration needs exemplars: give the method a memory")
+        if self.unseen not in ("mask", "negative"):
+            raise InputError(f"unseen classes are 'mask' or 'negative', not {self.unseen!r}")
+        if self.joint and (self.pseudo or self.memory or self.calibrate):
+            raise InputError(
+                "joint training sees all data: it takes no pseudo-labels and no memory"
+            )
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the training step asks the old model."""
+        return self.pseudo is not None
