@@ -1,0 +1,84 @@
+"""Multi-scale deformable attention as a module: what surrounds the operator.
+
+Shapes: N images, Q queries, S cells of all levels, C channels, M heads, L levels, P points.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cldetr.layers.ms_deform_attn import ms_deform_attn
+
+
+class MSDeformAttn(nn.Module):
+    """Attends to P points per head and level, at offsets that the query predicts."""
+
+    def __init__(self, dim: int, *, heads: int, levels: int, points: int) -> None:
+        super().__init__()
+        if dim % heads:
+            raise ValueError(f"the width ({dim}) must be a multiple of the heads ({heads})")
+        self.heads = heads
+        self.levels = levels
+        self.points = points
+        self.sampling_offsets = nn.Linear(dim, heads * levels * points * 2)
+        self.attention_weights = nn.Linear(dim, heads * levels * points)
+        self.value_proj = nn.Linear(dim, dim)
+        self.output_proj = nn.Linear(dim, dim)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Starts with each head looking its own way, point p at p + 1 cells, all weighing equally."""
+        angles = torch.arange(self.heads, dtype=torch.float32) * (2 * math.pi / self.heads)
+        rays = torch.stack([angles.cos(), angles.sin()], dim=-1)
+        rays = rays / rays.abs().amax(dim=-1, keepdim=True)  # onto the square's border
+        steps = torch.arange(1, self.points + 1, dtype=torch.float32)
+        bias = rays[:, None, None, :] * steps[:, None]  # (M, 1, P, 2)
+        self.sampling_offsets.bias.copy_(bias.expand(-1, self.levels, -1, -1).flatten())
+        for constant in (self.sampling_offsets.weight, *self.attention_weights.parameters()):
+            nn.init.zeros_(constant)
+        for projection in (self.value_proj, self.output_proj):
+            nn.init.xavier_uniform_(projection.weight)
+            nn.init.zeros_(projection.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        reference_points: Tensor,
+        memory: Tensor,
+        spatial_shapes: Tensor,
+        padding: Tensor | None = None,
+    ) -> Tensor:
+        """Samples the memory around the reference points.
+
+        Args:
+            query: (N, Q, C), with its position added.
+            reference_points: (N, Q, L, 2), x and y in [0, 1] of each padded level, or (N, Q, L, 4)
+                with width and height, which then scale the offsets. Float32.
+            memory: (N, S, C).
+            spatial_shapes: (L, 2), height and width of each level.
+            padding: (N, S), True where a cell is padding; None where no cell is.
+
+        Returns:
+            (N, Q, C).
+        """
+        value = self.value_proj(memory)
+        if padding is not None:
+            value = value.masked_fill(padding[..., None], 0.0)
+        value = value.unflatten(-1, (self.heads, -1))  # (N, S, M, D)
+        # Float32 from here, whatever autocast says: a location in bfloat16 is off by several cells.
+        offsets = self.sampling_offsets(query).float()
+        offsets = offsets.unflatten(-1, (self.heads, self.levels, self.points, 2))
+        if reference_points.shape[-1] == 2:
+            unit = 1.0 / spatial_shapes.to(query.device).flip(-1).float()[:, None]  # (L, 1, 2)
+        else:
+            size = reference_points[:, :, None, :, None, 2:]  # (N, Q, 1, L, 1, 2)
+            unit = size * (0.5 / self.points)
+        locations = torch.addcmul(reference_points[:, :, None, :, None, :2], offsets, unit)
+        weights = F.softmax(self.attention_weights(query).unflatten(-1, (self.heads, -1)), dim=-1)
+        weights = weights.unflatten(-1, (self.levels, self.points))
+        return self.output_proj(ms_deform_attn(value, spatial_shapes, locations, weights))
