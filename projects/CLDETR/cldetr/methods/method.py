@@ -15,12 +15,12 @@ class MemoryRule:
 
     Attributes:
         strategy: a word of `cldetr.data.exemplars.STRATEGIES`.
-        budget: R_i, as a fraction of the phase's images (below or at 1.0) or as a number.
+        budget: R_i: at most 1 a share of the phase's images, above 1 a number of images.
         replay: train on D_i ∪ E_1:i−1 rather than on D_i alone.
     """
 
     strategy: str = "kl"
-    budget: float | int = 0.1
+    budget: float = 0.1
     replay: bool = True
 
 

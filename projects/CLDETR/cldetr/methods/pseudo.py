@@ -74,7 +74,7 @@ Selection = Callable[[Predictions, PseudoRule, float], tuple[Tensor, Tensor]]
 def select_topk(pred: Predictions, rule: PseudoRule, progress: float) -> tuple[Tensor, Tensor]:
     """The K most confident foreground queries: the set P."""
     queries, classes, scores = _by_confidence(pred)
-    # The paper writes "∀c: p(c) > p(φ)"; no prediction can satisfy that, so the best class is meant.
+    # The paper writes "∀c: p(c) > p(φ)", which nothing can satisfy: the best class is meant.
     floor = rule.foreground if pred.background is None else pred.background[queries]
     keep = scores > floor
     return queries[keep][: rule.k], classes[keep][: rule.k]

@@ -1,0 +1,125 @@
+"""The LazyConfig front door: a Python config becomes a recipe.
+
+A LazyConfig is Python code and is executed: use only files that you trust. Overrides on the command
+line are data: they may only change keys that exist, and `_target_` only to this project's,
+Detectron2's or torch's modules.
+
+The file defines `model` (a lazy tree that ends in a detector), and any of `data`, `scenario`,
+`method`, `schedule`, `optimizer`, `augmentation`, `seed`, `runtime` as plain dictionaries with the
+fields of the dataclasses in `cldetr.engine.recipe` and `cldetr.methods.method`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+from detectron2.config import LazyConfig, instantiate
+from omegaconf import DictConfig, OmegaConf
+from torch import nn
+
+from cldetr.config import suggest
+from cldetr.engine.recipe import ModelSettings, Recipe
+from cldetr.engine.settings import build_settings
+from cldetr.errors import InputError
+
+_TRUSTED = ("cldetr.", "detectron2.", "torch.nn.")
+_SECTIONS = tuple(
+    field.name for field in dataclasses.fields(Recipe) if field.name not in ("model", "seed")
+)
+
+
+def recipe_from_lazy(path: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Runs a LazyConfig file and applies `key=value` overrides."""
+    cfg = LazyConfig.load(path)
+    for text in overrides:
+        _override(cfg, text)
+    unknown = [
+        f"unknown part {key}{suggest(key, (*_SECTIONS, 'model', 'seed', 'start'))}"
+        for key in cfg
+        if key not in (*_SECTIONS, "model", "seed", "start")
+    ]
+    if unknown:
+        raise InputError.listing(f"in {path}:", unknown)
+    hints = typing.get_type_hints(Recipe)
+    sections = {
+        name: build_settings(hints[name], _container(cfg[name]), name)
+        for name in _SECTIONS
+        if name in cfg
+    }
+    return Recipe(model=_model(cfg), seed=int(cfg.get("seed", 0)), **sections)
+
+
+def _model(cfg: DictConfig) -> ModelSettings:
+    start = _container(cfg.get("start", {}))
+    unknown = [f"start.{key}" for key in start if key not in ("weights", "detector")]
+    if unknown:
+        raise InputError.listing("start takes weights and detector, not:", unknown)
+    tree = cfg.model
+
+    def build(num_classes: int) -> nn.Module:
+        own = tree.copy()
+        own.num_classes = num_classes
+        return instantiate(own)
+
+    return ModelSettings(_container(tree), build, **start)
+
+
+def _override(cfg: DictConfig, text: str) -> None:
+    """Sets one existing key, or one optional field of a settings section, from `key=value`."""
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise InputError(f"overrides of a LazyConfig are key=value, not {text!r}")
+    *parents, leaf = key.split(".")
+    node: Any = cfg
+    for place, parent in enumerate(parents):
+        if not isinstance(node, Mapping | DictConfig) or parent not in node:
+            raise InputError(_unknown(key, _fields(cfg, parents[:place], node)))
+        node = node[parent]
+    known = _fields(cfg, parents, node)
+    if leaf not in known:
+        raise InputError(_unknown(key, [".".join([*parents, name]) for name in known]))
+    parsed = yaml.safe_load(value)
+    if leaf == "_target_" and not str(parsed).startswith(_TRUSTED):
+        raise InputError(f"{key} may only name {', '.join(_TRUSTED)}…, not {parsed!r}")
+    OmegaConf.update(cfg, key, parsed, merge=False)
+
+
+def _fields(cfg: DictConfig, parents: Sequence[str], node: Any) -> list[str]:
+    """Keys that may be set below a node: those present, and the dataclass's in a section."""
+    present = [str(key) for key in node] if isinstance(node, Mapping | DictConfig) else []
+    hint: Any = Recipe
+    for parent in parents:
+        hint = _dataclass_in(typing.get_type_hints(hint).get(parent)) if hint else None
+    if hint and hint is not Recipe and parents[:1] != ["model"]:
+        present += [field.name for field in dataclasses.fields(hint)]
+    return present
+
+
+def _dataclass_in(hint: Any) -> Any:
+    """The dataclass that a type hint means, through Optional."""
+    options = typing.get_args(hint) or (hint,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+
+
+def _unknown(key: str, known: Sequence[str]) -> str:
+    return f"unknown key {key} on the command line{suggest(key, known)}"
+
+
+def _container(node: Any) -> dict[str, Any]:
+    plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, DictConfig) else node
+    return typing.cast("dict[str, Any]", _tidy(plain))
+
+
+def _tidy(value: Any) -> Any:
+    """Classes and functions as their dotted names, so that a description is plain data."""
+    if isinstance(value, Mapping):
+        return {str(key): _tidy(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_tidy(item) for item in value]
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    return value

@@ -1,0 +1,161 @@
+"""The run directory is the state of a run.
+
+    RUN/recipe.json  manifest.json  lock          what is run, on what, by whom
+    RUN/phase1/train/      model.pth  stage.json  (checkpoints/ while it trains)
+    RUN/phase1/select/     memory.json  exemplars_phase1.json  stage.json
+    RUN/phase2/calibrate/  model.pth  stage.json
+    RUN/phase2/evaluate/   metrics.json  stage.json
+    RUN/results.json  results.csv  metrics.json  log.txt
+
+A stage writes its outputs, then `stage.json` with their digests, last and atomically. A stage
+without it did not happen; a stage with it never runs again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cldetr.engine.recipe import Recipe, check_identity
+from cldetr.errors import InputError
+from cldetr.files import sha256_file, write_json
+
+STAGES = ("train", "select", "calibrate", "evaluate")
+_LEAST_FREE = 200 << 20  # bytes; a start below this would fail at the first checkpoint
+
+
+class Ledger:
+    """Reads and writes what a run directory says."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root)
+        self._lock_file: Any = None
+
+    def folder(self, phase: int, stage: str) -> Path:
+        """Where a stage writes."""
+        assert stage in STAGES
+        return self.root / f"phase{phase}" / stage
+
+    def open(self, recipe: Recipe, resume: bool) -> None:
+        """Takes the directory for this process and checks that the run may start or go on."""
+        self._check_place()
+        self._lock()
+        stored = self.root / "recipe.json"
+        if stored.exists() and not resume:
+            raise InputError(
+                f"{self.root} already holds a run: add --resume to go on with it, "
+                "or choose another OUTPUT_DIR"
+            )
+        if not stored.exists() and resume:
+            raise InputError(
+                f"--resume continues a run, but {self.root} holds none: "
+                "leave --resume out to start one"
+            )
+        if resume:
+            check_identity(read_json(stored)["identity"], recipe)
+        else:
+            write_json(
+                stored, {"identity": recipe.identity(), "fingerprint": recipe.fingerprint()}
+            )
+
+    def close(self) -> None:
+        """Gives the directory free."""
+        if self._lock_file is not None:
+            self._lock_file.close()
+            self._lock_file = None
+
+    def finished(self, phase: int, stage: str) -> dict[str, Any] | None:
+        """The facts of a finished stage whose outputs are all as it left them, else None."""
+        folder = self.folder(phase, stage)
+        if not (folder / "stage.json").exists():
+            return None
+        record = read_json(folder / "stage.json")
+        problems = []
+        for name, digest in record["outputs"].items():
+            path = folder / name
+            if not path.is_file():
+                problems.append(f"{path} is missing")
+            elif sha256_file(path) != digest:
+                problems.append(f"{path} is damaged: its checksum differs")
+        if problems:
+            raise InputError.listing(
+                f"phase {phase}, {stage} was finished, but its results are not whole any more "
+                f"(restore them, or delete {folder} and all later stages to do them again):",
+                problems,
+            )
+        return record
+
+    def finish(
+        self,
+        phase: int,
+        stage: str,
+        outputs: Sequence[str],
+        inputs: Mapping[str, str],
+        facts: Mapping[str, Any],
+    ) -> None:
+        """Declares a stage finished; from here on it never runs again.
+
+        Args:
+            phase: its phase.
+            stage: its name.
+            outputs: files in its folder.
+            inputs: digests of what it was made from.
+            facts: steps, seconds, memory and the like.
+        """
+        folder = self.folder(phase, stage)
+        record = {
+            "phase": phase,
+            "stage": stage,
+            "inputs": dict(inputs),
+            "outputs": {name: sha256_file(folder / name) for name in outputs},
+            "facts": dict(facts),
+        }
+        write_json(folder / "stage.json", record)
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+    def _check_place(self) -> None:
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            probe = self.root / f".probe.{os.getpid()}"
+            probe.write_bytes(b"")
+            probe.unlink()
+        except OSError as error:
+            raise InputError(f"cannot write to {self.root}: {error.strerror}") from error
+        free = shutil.disk_usage(self.root).free
+        if free < _LEAST_FREE:
+            raise InputError(
+                f"{self.root} has {free >> 20} MB of free disk space, "
+                f"a run needs {_LEAST_FREE >> 20} MB at least"
+            )
+
+    def _lock(self) -> None:
+        path = self.root / "lock"
+        self._lock_file = open(path, "a+")  # noqa: SIM115 - held while the run lasts
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock_file.seek(0)
+            owner = self._lock_file.read().strip() or "another process"
+            self._lock_file.close()
+            self._lock_file = None
+            raise InputError(f"{self.root} is in use by {owner}") from None
+        self._lock_file.truncate(0)
+        self._lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        self._lock_file.flush()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object that the run wrote."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise InputError(f"{path} does not hold a JSON object")
+    return content
