@@ -1,0 +1,196 @@
+"""Evaluation of a phase: every group of classes from one inference pass and one matching."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from detectron2.evaluation import DatasetEvaluator
+from detectron2.structures import BoxMode, Instances
+from detectron2.utils import comm
+
+from cldetr.engine.average_precision import (
+    Detections,
+    GroundTruth,
+    Scores,
+    match,
+    summarise_precision,
+)
+from cldetr.errors import InputError
+from cldetr.scenario import Scenario
+
+logger = logging.getLogger(__name__)
+
+# What one image gave: labels (D,), boxes (D, 4) as x y w h, scores (D,).
+_Prediction = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+class IncrementalEvaluator(DatasetEvaluator):
+    """COCO's metrics for all seen, old and new classes, each phase's group and each class.
+
+    Detections of classes that are not yet seen are left aside. The numbers are those of pycocotools
+    with `catIds` restricted to the group, in percent; None stands for "n/a": a group without an
+    object to find has no AP, and such classes are left out of the means.
+    """
+
+    def __init__(
+        self,
+        truth: GroundTruth,
+        scenario: Scenario,
+        phase: int,
+        *,
+        restrict_images: bool = False,
+    ) -> None:
+        """Prepares the evaluation of the model after a phase.
+
+        Args:
+            truth: The objects, under the scenario's labels.
+            scenario: Says which classes are old and new, and their names.
+            phase: The phase just learnt, from 1.
+            restrict_images: Judge each group only on the images with at least one object of the
+                group, as the authors' released code does. Detections on all other images then
+                cost nothing, so the numbers come out higher than COCO's. A single class is judged
+                on the images of all seen classes.
+        """
+        if not 1 <= phase <= len(scenario.phases):
+            raise ValueError(f"phase {phase} of scenario {scenario.name}: not there")
+        self._names = {k: scenario.categories[k].name for k in scenario.seen(phase)}
+        twice = [name for name, count in Counter(self._names.values()).items() if count > 1]
+        if twice:
+            raise InputError.listing("Results go by category names; these name several:", twice)
+        self._truth = truth
+        self._scenario = scenario
+        self._phase = phase
+        self._restrict_images = restrict_images
+        self._place_of = {int(image_id): i for i, image_id in enumerate(truth.image_ids)}
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all predictions."""
+        self._predictions: dict[int, _Prediction] = {}  # by the image's place
+
+    def process(
+        self, inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Keeps the detections of a batch of images, in the scenario's labels."""
+        for source, output in zip(inputs, outputs, strict=True):
+            place = self._place_of.get(int(source["image_id"]))
+            if place is None:
+                raise InputError(
+                    f"Image id {source['image_id']} is not in the ground truth: "
+                    "the test loader and the evaluator must be given the same data set."
+                )
+            prediction = _to_arrays(output["instances"])
+            if not all(np.isfinite(values).all() for values in prediction):
+                raise FloatingPointError(
+                    f"a detection on image id {source['image_id']} is not finite (NaN or infinite)"
+                )
+            # A sampler may repeat images to fill a batch: the first time counts.
+            self._predictions.setdefault(place, prediction)
+
+    def evaluate(self) -> dict[str, Any]:
+        """Computes the phase's entry of results.json; an empty dict on all but the main process."""
+        begin = time.perf_counter()
+        gathered = comm.gather(self._predictions, dst=0)
+        if not comm.is_main_process():
+            return {}
+        predictions: dict[int, _Prediction] = {}
+        for part in gathered:
+            for place, prediction in part.items():
+                predictions.setdefault(place, prediction)
+        if not predictions:
+            raise RuntimeError("no image was processed: there is nothing to evaluate")
+        unseen = len(self._truth.image_ids) - len(predictions)
+        if unseen:
+            logger.warning(
+                "%d of %d images got no inference: their objects count as missed",
+                unseen,
+                len(self._truth.image_ids),
+            )
+
+        detections = _join(predictions)
+        detections = detections.take(np.flatnonzero(np.isin(detections.labels, [*self._names])))
+        entry = self._score(detections)
+        logger.info(
+            "phase %d: AP all %s, old %s, new %s; %d detections on %d images evaluated in %.1f s",
+            self._phase,
+            *(_show(entry[name]) for name in ("all", "old", "new")),
+            len(detections.scores),
+            len(predictions),
+            time.perf_counter() - begin,
+        )
+        return entry
+
+    def _score(self, detections: Detections) -> dict[str, Any]:
+        matching = match(self._truth, detections)
+        # Ascending, as pycocotools sorts its catIds: the means are then equal to the last bit.
+        seen = np.sort(list(self._names))
+        seen_images = self._truth.images_with(seen) if self._restrict_images else None
+        table = matching.precision(seen, seen_images)  # (T, R, K, A)
+
+        def score(labels: Sequence[int]) -> Scores:
+            group = np.sort(labels)
+            if self._restrict_images:
+                return summarise_precision(
+                    matching.precision(group, self._truth.images_with(group))
+                )
+            return summarise_precision(table[:, :, np.isin(seen, group)])
+
+        phases = self._scenario.phases[: self._phase]
+        old = self._scenario.old(self._phase)
+        return {
+            "phase": self._phase,
+            "all": summarise_precision(table),
+            "old": score(old) if old else None,
+            "new": score(phases[-1].classes),
+            "groups": [score(phase.classes) for phase in phases],
+            "per_category": {
+                name: summarise_precision(table[:, :, seen == label])
+                for label, name in self._names.items()
+            },
+        }
+
+
+def to_scalars(entry: Mapping[str, Any]) -> dict[str, float]:
+    """Flattens a phase's entry for Detectron2's EvalHook and writers, as "all/AP"; no "n/a"."""
+    groups = {name: entry[name] for name in ("all", "old", "new") if entry.get(name)}
+    groups |= {f"group{i}": scores for i, scores in enumerate(entry.get("groups", ()), start=1)}
+    return {
+        f"{name}/{metric}": value
+        for name, scores in groups.items()
+        for metric, value in scores.items()
+        if value is not None
+    }
+
+
+def _to_arrays(instances: Instances) -> _Prediction:
+    # Subtracted in the tensor's own type and only then widened, as Detectron2's COCOEvaluator
+    # writes its JSON: the numbers are to be the same.
+    corners = instances.pred_boxes.tensor.detach().cpu()
+    boxes = BoxMode.convert(corners, BoxMode.XYXY_ABS, BoxMode.XYWH_ABS)
+    return (
+        instances.pred_classes.cpu().numpy().astype(np.int64),
+        boxes.double().numpy(),
+        instances.scores.detach().cpu().double().numpy(),
+    )
+
+
+def _join(predictions: Mapping[int, _Prediction]) -> Detections:
+    # In the order of images, so that the result does not depend on how they were shared out.
+    places = sorted(predictions)
+    labels, boxes, scores = zip(*(predictions[place] for place in places), strict=True)
+    return Detections(
+        images=np.repeat(places, [len(part) for part in labels]),
+        labels=np.concatenate(labels),
+        boxes=np.concatenate(boxes),
+        scores=np.concatenate(scores),
+    )
+
+
+def _show(scores: Scores | None) -> str:
+    value = None if scores is None else scores["AP"]
+    return "n/a" if value is None else f"{value:.1f}"
