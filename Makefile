@@ -1,0 +1,43 @@
+# `make` alone lists the targets. An active environment with torch and Detectron2 is used as it is;
+# otherwise everything happens in .venv.
+ENVIRONMENT := $(shell sh tools/environment.sh)
+BIN := $(ENVIRONMENT)/bin
+SHAPES := datasets/shapes
+
+.DEFAULT_GOAL := help
+.PHONY: help setup test test-slow lint format demo doctor clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
+
+setup: ## create or update the environment, compile the operators
+	@sh tools/setup.sh
+
+test: lint ## set up, check style and types, run the tests
+	$(BIN)/python -m pytest
+
+test-slow: setup ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow --timeout 3600
+
+lint: setup ## check style and types
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
+
+format: setup ## put the code in style
+	$(BIN)/python -m ruff check --fix
+	$(BIN)/python -m ruff format
+
+demo: setup ## the main job on the embedded data set
+	$(BIN)/cldetr shapes --out $(SHAPES) --draw output/demo/shapes.png
+	$(BIN)/cldetr split --annotations $(SHAPES)/annotations/instances_train.json \
+		--scenario 8+2 --protocol strict --order id --out output/demo/split
+
+doctor: setup ## tell what works on this machine
+	$(BIN)/cldetr doctor
+
+clean: ## remove caches and builds; keeps .venv, datasets/ and output/
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .cldetr_cache
+	rm -rf projects/CLDETR/cldetr.egg-info projects/CLDETR/cldetr/layers/_lib
+	find . -path ./.venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+	rm -f $(ENVIRONMENT)/.cldetr-setup
