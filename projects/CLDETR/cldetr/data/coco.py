@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import logging
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 
+from cldetr.data.parse import read_columns
+from cldetr.data.problems import Problems
+from cldetr.data.validate import LoadReport, check_columns, is_unsafe
+from cldetr.errors import InputError
 from cldetr.scenario import Category
 
+logger = logging.getLogger(__name__)
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class CocoData:
     """One annotation file as arrays: images in file order, objects grouped by image.
 
@@ -23,7 +38,7 @@ class CocoData:
     image_root: Path
     categories: tuple[Category, ...]  # ascending id; a label is a place in this list
     image_ids: np.ndarray  # (I,) int64
-    file_names: list[str]  # (I,) relative to image_root
+    file_names: Sequence[str]  # (I,) relative to image_root
     widths: np.ndarray  # (I,) int32
     heights: np.ndarray  # (I,) int32
     starts: np.ndarray  # (I + 1,) int64
@@ -33,3 +48,159 @@ class CocoData:
     crowd: np.ndarray  # (N,) bool
     object_ids: np.ndarray  # (N,) int64
     fingerprint: str  # SHA-256 of the annotation file's content
+    report: LoadReport | None = None  # what the load found and changed
+
+    def image_path(self, number: int) -> Path:
+        """The file of image number `number`; names and links that leave the root are refused."""
+        file_name = self.file_names[number]
+        path = os.path.join(self.image_root, file_name)
+        if is_unsafe(file_name) or not os.path.realpath(path).startswith(self._real_root):
+            raise InputError(
+                f"image {self.image_ids[number]} of {self.name}: {file_name!r} leads out of the "
+                f"image folder {self.image_root}; put the file itself there"
+            )
+        return Path(path)
+
+    def numbers_of(self, image_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Image numbers of image ids, in the order given; unknown ids are refused."""
+        wanted = np.asarray(image_ids, dtype=np.int64)
+        order = self._ascending
+        places = np.searchsorted(self.image_ids, wanted, sorter=order)
+        numbers = order[places.clip(max=len(order) - 1)]
+        unknown = wanted[self.image_ids[numbers] != wanted]
+        if len(unknown):
+            raise InputError.listing(
+                f"{len(unknown)} images are not in {self.name} ({self.json_file}):",
+                [f"image {image}" for image in unknown],
+                most=10,
+            )
+        return numbers
+
+    @cached_property
+    def _ascending(self) -> np.ndarray:
+        return np.argsort(self.image_ids, kind="stable")
+
+    @cached_property
+    def _real_root(self) -> str:
+        return os.path.join(os.path.realpath(self.image_root), "")  # with the separator
+
+
+class PackedTexts(Sequence[str]):
+    """A read-only list of texts in two arrays: small, and shared between processes as it is."""
+
+    def __init__(self, characters: np.ndarray, ends: np.ndarray) -> None:
+        self.characters = characters  # UTF-8 of all texts in a row, uint8
+        self.ends = ends  # (I,) int64
+
+    @classmethod
+    def pack(cls, texts: Sequence[str]) -> PackedTexts:
+        """Packs a list."""
+        encoded = [text.encode() for text in texts]
+        ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> list[str]: ...
+    def __getitem__(self, place: int | slice) -> str | list[str]:
+        if isinstance(place, slice):
+            return [self[i] for i in range(*place.indices(len(self)))]
+        place = range(len(self))[place]  # negative places and IndexError as in a list
+        start = self.ends[place - 1] if place else 0
+        return self.characters[start : self.ends[place]].tobytes().decode()
+
+
+def load_coco(
+    json_file: str | os.PathLike[str],
+    image_root: str | os.PathLike[str],
+    *,
+    name: str | None = None,
+    bad_boxes: str = "stop",
+    cache_dir: str | os.PathLike[str] | None = None,
+) -> CocoData:
+    """Reads and checks a COCO instances file.
+
+    All problems make one `InputError`. Boxes that are empty or outside of their image are left out,
+    those that reach over its border are cut to it; both are counted in the result's `report` and
+    logged. `area` and `iscrowd` may be absent (width · height of the box; 0), the ids may not:
+    evaluation needs them. Polygons are not read.
+
+    Args:
+        json_file: the annotation file.
+        image_root: the folder that its file names are relative to. It need not exist yet.
+        name: what messages call the data set; the file's name by default.
+        bad_boxes: "stop" at boxes that are not four finite numbers with sizes ≥ 0, or "drop" and
+            count them.
+        cache_dir: where to keep the arrays for later loads of the same content.
+    """
+    from cldetr.data.cache import read_cache, write_cache
+
+    if bad_boxes not in ("stop", "drop"):
+        raise InputError(f"bad_boxes is {bad_boxes!r}: choose stop or drop")
+    path, root = Path(json_file), Path(image_root)
+    name = path.stem if name is None else name
+    begun = time.perf_counter()
+    with _open(path) as content:
+        fingerprint = hashlib.sha256(content).hexdigest()
+        data = None
+        if cache_dir is not None:
+            data = read_cache(Path(cache_dir), fingerprint, bad_boxes, (name, path, root))
+        if data is None:
+            problems = Problems()
+            columns = read_columns(content, str(path), problems)
+            checked = check_columns(columns, problems, str(path), bad_boxes == "drop")
+            data = CocoData(
+                name=name,
+                json_file=path,
+                image_root=root,
+                categories=checked.categories,
+                image_ids=columns.image_ids,
+                file_names=PackedTexts.pack(columns.file_names),
+                widths=columns.widths.astype(np.int32),
+                heights=columns.heights.astype(np.int32),
+                starts=checked.starts,
+                labels=checked.labels,
+                boxes=checked.boxes,
+                areas=checked.areas,
+                crowd=checked.crowd,
+                object_ids=checked.object_ids,
+                fingerprint=fingerprint,
+                report=checked.report,
+            )
+            if cache_dir is not None:
+                write_cache(Path(cache_dir), bad_boxes, data)
+    report = data.report
+    assert report is not None
+    seconds = time.perf_counter() - begun
+    logger.info("%s: %s, read in %.1f s", path.name, report.summary(), seconds)
+    if report.unused_categories:
+        logger.warning(
+            "%s: no object of %d categories, their AP cannot be measured: %s",
+            path.name,
+            len(report.unused_categories),
+            ", ".join(report.unused_categories[:10])
+            + (", …" if len(report.unused_categories) > 10 else ""),
+        )
+    return data
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[mmap.mmap | bytes]:
+    """The content of a file without a copy of it in memory."""
+    try:
+        with path.open("rb") as stream:
+            if os.fstat(stream.fileno()).st_size == 0:
+                yield b""
+                return
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                yield content
+    except FileNotFoundError:
+        raise InputError(f"there is no annotation file {path}: check the path") from None
+    except IsADirectoryError:
+        raise InputError(f"{path} is a folder: give the annotation file in it") from None
+    except PermissionError:
+        raise InputError(f"the annotation file {path} may not be read: check its rights") from None

@@ -1,0 +1,136 @@
+"""Which classes belong to which phase: sizes, orders and names, as people write them."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cldetr.errors import InputError
+
+
+@dataclass(frozen=True)
+class Category:
+    """A category as the annotation file names it."""
+
+    id: int
+    name: str
+
+
+class Annotations(typing.Protocol):
+    """What a scenario needs to know of a data set; `cldetr.data.coco.CocoData` is one."""
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+
+    @property
+    def categories(self) -> tuple[Category, ...]:
+        """In ascending order of their ids."""
+
+    @property
+    def image_ids(self) -> np.ndarray:
+        """(I,), in the order of the file."""
+
+    @property
+    def starts(self) -> np.ndarray:
+        """(I + 1,): the objects of image i are rows starts[i]:starts[i + 1]."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """(N,): the place of each object's category in `categories`."""
+
+    @property
+    def fingerprint(self) -> str:
+        """The digest of the annotation file's content."""
+
+
+def parse_sizes(text: str, data: Annotations, partial: bool) -> tuple[list[int], str]:
+    """Reads "40+20x2" as [40, 20, 20] and checks it against the number of categories."""
+    name = re.sub(r"\s+", "", text).replace("×", "x").replace("X", "x").replace("*", "x")
+    terms = [re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", term) for term in name.split("+")]
+    if not all(terms):
+        raise InputError(
+            f"scenario {text!r} is not understood: write class counts as in 70+10, 40+20x2 (40, "
+            "then two phases of 20) or 15+1+1"
+        )
+    pairs = [(int(term[1]), int(term[2] or 1)) for term in terms if term]
+    total, available = sum(size * times for size, times in pairs), len(data.categories)
+    if total > available or (total < available and not partial):
+        hint = "" if total > available else ", or allow categories that are never learnt (partial)"
+        raise InputError(
+            f"scenario {text} needs {total} categories but {data.name} has {available}: choose "
+            f"sizes that add up to {available}{hint}"
+        )
+    return [size for size, times in pairs for _ in range(times)], name
+
+
+def class_order(order: str | Sequence[str | int], data: Annotations, seed: int) -> list[int]:
+    """Orders all labels: "id", "seed" or "released" (shuffles by `seed`), or a list of names."""
+    labels = list(range(len(data.categories)))  # ascending id
+    if not isinstance(order, str):
+        [labels] = _resolve([order], data)
+        missing = [c.name for label, c in enumerate(data.categories) if label not in set(labels)]
+        if missing:
+            raise InputError.listing("the class order leaves out these categories:", missing)
+    elif order in ("seed", "released"):
+        random_state(seed).shuffle(labels)
+    elif order != "id":
+        raise InputError(f"class order {order!r} is unknown: choose id, seed, released or a list")
+    return labels
+
+
+def named_groups(
+    phases: Sequence[Sequence[str | int]], data: Annotations, partial: bool
+) -> list[list[int]]:
+    """Turns the category names (or ids) of each phase into labels."""
+    groups = _resolve(phases, data)
+    if not groups or not all(groups):
+        raise InputError("every phase needs at least one category")
+    named = {label for group in groups for label in group}
+    rest = [category.name for label, category in enumerate(data.categories) if label not in named]
+    if rest and not partial:
+        raise InputError.listing(
+            f"{len(rest)} categories of {data.name} are in no phase; name them, or allow "
+            "categories that are never learnt (partial):",
+            rest,
+        )
+    return groups
+
+
+def _resolve(groups: Sequence[Sequence[str | int]], data: Annotations) -> list[list[int]]:
+    """Turns names or ids into labels; unknown and repeated ones make one error."""
+    by_name = {category.name: label for label, category in enumerate(data.categories)}
+    by_id = {category.id: label for label, category in enumerate(data.categories)}
+    problems: list[str] = []
+    first_place: dict[int, int] = {}
+    resolved: list[list[int]] = []
+    for place, group in enumerate(groups, start=1):
+        if isinstance(group, str):
+            raise InputError(f"phase {place} is one text, {group!r}: give a list of names")
+        resolved.append([])
+        for word in group:
+            label = by_name.get(word) if isinstance(word, str) else by_id.get(word)
+            if label is None:
+                near = difflib.get_close_matches(str(word), by_name, n=1)
+                hint = f"; do you mean {near[0]!r}?" if near else ""
+                problems.append(f"{word!r} (list {place}) is no category of {data.name}{hint}")
+            elif label in first_place:
+                problems.append(f"{word!r} is named twice (lists {first_place[label]} and {place})")
+            else:
+                first_place[label] = place
+                resolved[-1].append(label)
+    if problems:
+        raise InputError.listing("the categories of the phases do not fit the data set:", problems)
+    return resolved
+
+
+def random_state(seed: int) -> np.random.RandomState:
+    """A source of shuffles that will be the same for ever (see `cldetr.scenario`)."""
+    if not 0 <= seed < 2**32:
+        raise InputError(f"a seed must be between 0 and {2**32 - 1}, not {seed}")
+    return np.random.RandomState(seed)
