@@ -1,1 +1,9 @@
-"""Detectors, matching and losses; knows nothing of data, methods or phases."""
+"""Detectors, matching and losses; knows nothing of data, methods or phases.
+
+Importing this package registers its meta-architectures and backbones with Detectron2.
+"""
+
+from cldetr.modeling.deformable_detr import DeformableDETR
+from cldetr.modeling.small_resnet import make_small_resnet
+
+__all__ = ["DeformableDETR", "make_small_resnet"]

@@ -5,10 +5,32 @@ Shape shorthand: L decoder layers, B images, Q queries, K classes (labels), T ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass
+class ImageBatch:
+    """Images in one tensor: normalised, then padded with zeros at the bottom and the right."""
+
+    tensor: Tensor  # (B, 3, H, W)
+    sizes: list[tuple[int, int]]  # height and width of each image without its padding
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def padded(self) -> bool:
+        """Whether any image is smaller than the tensor."""
+        return any(size != tuple(self.tensor.shape[-2:]) for size in self.sizes)
+
+    @property
+    def mask(self) -> Tensor:
+        """(B, H, W), True at padding."""
+        return padding_mask(self.sizes, self.tensor.shape[-2:], self.tensor.device)
 
 
 @dataclass
@@ -27,6 +49,17 @@ class Target:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def distribution(self, width: int) -> Tensor:
+        """The class distributions p_i as `width` columns, (T, width) in float32."""
+        if self.probs is None:
+            rows = torch.zeros(len(self), width, device=self.labels.device)
+            return rows.scatter_(1, self.labels[:, None], 1.0)
+        if self.probs.shape[1] != width:
+            raise ValueError(
+                f"soft labels have {self.probs.shape[1]} columns, the class head has {width}"
+            )
+        return self.probs.float()
+
     def to(self, device: torch.device) -> Target:
         """Copies the target to `device`."""
         probs = None if self.probs is None else self.probs.to(device)
@@ -43,3 +76,18 @@ class DetrOutput:
     proposals: DetrOutput | None = None
     # (B, Q, D) states of the last decoder layer: what herding calls an object's feature.
     features: Tensor | None = None
+
+
+def padding_mask(
+    sizes: Sequence[tuple[int, int]], shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """Marks what lies outside the top left `sizes` (height, width) of maps of one `shape`.
+
+    Returns:
+        (B, H, W) bool, True outside.
+    """
+    height, width = shape
+    extents = torch.tensor(sizes).view(-1, 2, 1, 1).to(device)  # (B, 2, 1, 1)
+    rows = torch.arange(height, device=device)[:, None] >= extents[:, 0]  # (B, H, 1)
+    columns = torch.arange(width, device=device) >= extents[:, 1]  # (B, 1, W)
+    return rows | columns

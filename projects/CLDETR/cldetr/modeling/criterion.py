@@ -1,0 +1,134 @@
+"""The set criterion L_DETR (Eq. 1): match, then teach classes and boxes, in every layer.
+
+Shape shorthand as in `matcher`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed
+from detectron2.utils import comm
+from torch import Tensor, nn
+
+from cldetr.layers.boxes import box_cxcywh_to_xyxy, paired_giou
+from cldetr.modeling.classification import Classification
+from cldetr.modeling.matcher import Matcher, Matches
+from cldetr.modeling.structures import DetrOutput, Target
+
+
+class SetCriterion(nn.Module):
+    """Losses of all decoder layers, already weighted, by name."""
+
+    def __init__(
+        self,
+        *,
+        matcher: Matcher,
+        class_weight: float = 2.0,
+        box_weight: float = 5.0,
+        giou_weight: float = 2.0,
+        aux_loss: bool = True,
+    ) -> None:
+        """Sets up the criterion.
+
+        Args:
+            matcher: pairs predictions with labels; holds the kind of head.
+            class_weight: weight of the classification loss.
+            box_weight: γ_2, weight of the L1 loss of boxes (cxcywh, normalised).
+            giou_weight: γ_1, weight of the generalised IoU loss.
+            aux_loss: teach every decoder layer, not the last one alone.
+        """
+        super().__init__()
+        self.matcher = matcher
+        self.class_weight = class_weight
+        self.box_weight = box_weight
+        self.giou_weight = giou_weight
+        self.aux_loss = aux_loss
+
+    @property
+    def classification(self) -> Classification:
+        """The kind of head."""
+        return self.matcher.classification
+
+    def forward(
+        self, output: DetrOutput, targets: Sequence[Target], class_mask: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Computes the losses of a batch.
+
+        Args:
+            output: predictions of all layers.
+            targets: labels of each image.
+            class_mask: (K,) bool, the classes that take part in the classification loss; the head's
+                rows of the others get no gradient. None: all do.
+
+        Returns:
+            `loss_cls`, `loss_bbox` and `loss_giou` of the last layer, the same with `_0`, `_1` …
+            for the earlier ones and with `_enc` for the proposals of a two-stage model.
+        """
+        if len(targets) != output.logits.shape[1]:
+            raise ValueError(f"{len(targets)} targets for {output.logits.shape[1]} images")
+        with torch.autocast(output.logits.device.type, enabled=False):
+            num_boxes = _mean_over_processes(sum(map(len, targets)), output.logits.device)
+            last = len(output.logits) - 1
+            first = 0 if self.aux_loss else last
+            suffixes = [f"_{layer}" for layer in range(first, last)] + [""]
+            layers = DetrOutput(output.logits[first:], output.boxes[first:])
+            losses = self._losses(layers, targets, num_boxes, class_mask, suffixes)
+            if output.proposals is not None:
+                # Proposals are told from background only: every object is of "class" 0.
+                anything = [Target(torch.zeros_like(x.labels), x.boxes) for x in targets]
+                losses |= self._losses(output.proposals, anything, num_boxes, None, ["_enc"])
+        return losses
+
+    def _losses(
+        self,
+        output: DetrOutput,
+        targets: Sequence[Target],
+        num_boxes: Tensor,
+        class_mask: Tensor | None,
+        suffixes: Sequence[str],
+    ) -> dict[str, Tensor]:
+        matches = self.matcher(output, targets, class_mask)
+        logits = output.logits.float()
+        labels = self._label_map(logits, targets, matches)
+        class_loss = self.classification.loss(logits, labels, num_boxes, class_mask)
+        box_loss, giou_loss = _box_losses(output.boxes.float(), targets, matches, num_boxes)
+        losses = {}
+        for layer, suffix in enumerate(suffixes):
+            losses[f"loss_cls{suffix}"] = self.class_weight * class_loss[layer]
+            losses[f"loss_bbox{suffix}"] = self.box_weight * box_loss[layer]
+            losses[f"loss_giou{suffix}"] = self.giou_weight * giou_loss[layer]
+        return losses
+
+    def _label_map(self, logits: Tensor, targets: Sequence[Target], matches: Matches) -> Tensor:
+        """The label distribution of every query, y padded with background, (L, B, Q, C)."""
+        rows = torch.cat([target.distribution(logits.shape[-1]) for target in targets])  # (N, C)
+        labels = self.classification.background(logits).expand(logits.shape).clone()
+        layers = torch.arange(len(logits), device=logits.device)[:, None]
+        labels[layers, matches.images, matches.queries] = rows[matches.labels]
+        return labels
+
+
+def _box_losses(
+    boxes: Tensor, targets: Sequence[Target], matches: Matches, num_boxes: Tensor
+) -> tuple[Tensor, Tensor]:
+    """L_box of each layer: L1 and 1 − GIoU of matched boxes, summed, by the number of boxes.
+
+    Without any label both are zero and still hang on the predictions, so that a backward pass
+    reaches every parameter.
+    """
+    layers = torch.arange(len(boxes), device=boxes.device)[:, None]
+    predicted = boxes[layers, matches.images, matches.queries]  # (L, P, 4)
+    wanted = torch.cat([target.boxes for target in targets]).float()[matches.labels]
+    distance = (predicted - wanted).abs().flatten(1).sum(1)
+    giou = paired_giou(box_cxcywh_to_xyxy(predicted), box_cxcywh_to_xyxy(wanted))
+    return distance / num_boxes, (1 - giou).sum(1) / num_boxes
+
+
+def _mean_over_processes(count: int, device: torch.device) -> Tensor:
+    """The number of boxes per process, at least 1: the normaliser that all processes share."""
+    total = torch.tensor(float(count), device=device)
+    if comm.get_world_size() > 1:
+        torch.distributed.all_reduce(total)
+    return (total / comm.get_world_size()).clamp(min=1)

@@ -1,0 +1,319 @@
+"""The transformer of Deformable DETR: an encoder over feature maps and a decoder of queries.
+
+Parameters bear the names of the official implementation, so that its checkpoints fit.
+
+Shape shorthand: B images, S cells of all levels, C channels, Q queries, L levels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from cldetr.layers.deform_attn import MSDeformAttn
+from cldetr.layers.position import sine_embedding, sine_position_map
+from cldetr.modeling.feed_forward import relu_dropout
+from cldetr.modeling.levels import Levels
+
+
+@dataclass
+class Memory:
+    """The encoder's output and its geometry."""
+
+    tokens: Tensor  # (B, S, C)
+    shapes: Tensor  # (L, 2) height and width
+    centres: Tensor  # (B or 1, S, 2), x and y of each cell in [0, 1] of the unpadded image
+    valid_ratios: Tensor  # (B or 1, L, 2), how much of each level's width and height is image
+    padding: Tensor | None  # (B, S), True at padding
+
+
+@dataclass
+class Proposals:
+    """Two-stage: what each cell proposes, and the queries made of the best ones."""
+
+    logits: Tensor  # (B, S, K)
+    boxes: Tensor  # (B, S, 4) cxcywh in [0, 1]
+    query_pos: Tensor  # (B, Q, C)
+    states: Tensor  # (B, Q, C)
+    reference: Tensor  # (B, Q, 4)
+
+
+@dataclass
+class Decoded:
+    """What the decoder makes of the queries, layer by layer."""
+
+    states: Tensor  # (layers, B, Q, C)
+    boxes: Tensor | None  # (layers, B, Q, 4) where they are refined from layer to layer
+
+
+class DeformableTransformer(nn.Module):
+    """Encoder and decoder with multi-scale deformable attention."""
+
+    def __init__(
+        self,
+        *,
+        dim: int = 256,
+        heads: int = 8,
+        encoder_layers: int = 6,
+        decoder_layers: int = 6,
+        ffn_dim: int = 1024,
+        dropout: float = 0.1,
+        levels: int = 4,
+        encoder_points: int = 4,
+        decoder_points: int = 4,
+        two_stage: bool = False,
+        checkpointing: bool = False,
+    ) -> None:
+        """Sets up the transformer.
+
+        Args:
+            dim: width C.
+            heads: attention heads.
+            encoder_layers: number of encoder layers.
+            decoder_layers: number of decoder layers.
+            ffn_dim: width of the feed-forward networks.
+            dropout: dropout rate, everywhere.
+            levels: number of feature levels.
+            encoder_points: points sampled per head and level in the encoder.
+            decoder_points: the same in the decoder.
+            two_stage: make the queries of the encoder's best proposals.
+            checkpointing: keep only the layers' inputs for the backward pass, computing each layer
+                twice: less memory for more time.
+        """
+        super().__init__()
+        self.dim = dim
+        self.levels = levels
+        self.two_stage = two_stage
+        self.checkpointing = checkpointing
+        block: dict[str, Any] = {"heads": heads, "levels": levels}
+        block |= {"ffn_dim": ffn_dim, "dropout": dropout}
+        self.encoder = _Stack(
+            EncoderLayer(dim, points=encoder_points, **block) for _ in range(encoder_layers)
+        )
+        self.decoder = _Stack(
+            DecoderLayer(dim, points=decoder_points, **block) for _ in range(decoder_layers)
+        )
+        self.level_embed = nn.Parameter(torch.empty(levels, dim))
+        if two_stage:
+            self.enc_output = nn.Linear(dim, dim)
+            self.enc_output_norm = nn.LayerNorm(dim)
+            self.pos_trans = nn.Linear(2 * dim, 2 * dim)
+            self.pos_trans_norm = nn.LayerNorm(2 * dim)
+        else:
+            self.reference_points = nn.Linear(dim, 2)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Xavier for all matrices, then the attentions' own rule, level_embed ~ N(0, 1)."""
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+        for module in self.modules():
+            if isinstance(module, MSDeformAttn):
+                module.reset_parameters()
+        nn.init.normal_(self.level_embed)
+        if not self.two_stage:
+            nn.init.zeros_(self.reference_points.bias)
+
+    def encode(self, levels: Levels) -> Memory:
+        """Runs the encoder over feature maps."""
+        valid = levels.valid()  # (B, L, 2)
+        padding = levels.padding()
+        if padding is None:
+            valid = valid[:1]  # the same for all images
+        tokens = torch.cat([x.flatten(2).transpose(1, 2) for x in levels.maps], dim=1)
+        positions = self._positions(levels.shapes, valid)
+        centres = _cell_centres(levels.shapes, valid)
+        size = torch.tensor(levels.shapes, device=tokens.device)  # (L, 2)
+        ratios = valid / size.flip(-1)
+        reference = centres[:, :, None] * ratios[:, None]  # (B or 1, S, L, 2)
+        for layer in self.encoder.layers:
+            tokens = self._run(layer, tokens, positions, reference, size, padding)
+        return Memory(tokens, size, centres, ratios, padding)
+
+    def decode(
+        self,
+        memory: Memory,
+        states: Tensor,
+        query_pos: Tensor,
+        reference: Tensor,
+        refine: nn.ModuleList | None,
+    ) -> Decoded:
+        """Runs the decoder.
+
+        Args:
+            memory: what the encoder made.
+            states: (B, Q, C), the queries' initial states.
+            query_pos: (B, Q, C), their position embeddings.
+            reference: (B, Q, 2 or 4) in [0, 1] of the unpadded image: where each query looks.
+            refine: box heads, one per layer: each layer's boxes are the next one's references.
+                None: all layers look at the same place.
+        """
+        kept, boxes = [], []
+        for index, layer in enumerate(self.decoder.layers):
+            scale = memory.valid_ratios[:, None]  # (B or 1, 1, L, 2)
+            if reference.shape[-1] == 4:
+                scale = torch.cat([scale, scale], dim=-1)
+            states = self._run(layer, states, query_pos, reference[:, :, None] * scale, memory)
+            kept.append(states)
+            if refine is not None:
+                boxes.append(shift_reference(refine[index](states), reference))
+                reference = boxes[-1].detach()
+        return Decoded(torch.stack(kept), torch.stack(boxes) if boxes else None)
+
+    def propose(
+        self, memory: Memory, class_head: nn.Module, box_head: nn.Module, count: int
+    ) -> Proposals:
+        """Two-stage: lets every cell propose a box and makes queries of the `count` best."""
+        anchors = self._anchors(memory)  # (B or 1, S, 4)
+        unusable = ~((anchors > 0.01) & (anchors < 0.99)).all(dim=-1)
+        if memory.padding is not None:
+            unusable = unusable | memory.padding
+        unusable = unusable.expand(memory.tokens.shape[:2])[..., None]  # (B, S, 1)
+        tokens = memory.tokens.masked_fill(unusable, 0.0)
+        tokens = self.enc_output_norm(self.enc_output(tokens))
+        logits = class_head(tokens)
+        # An infinite logit puts the box of an unusable cell at 1, with no gradient.
+        base = torch.logit(anchors).masked_fill(unusable, torch.inf)
+        unactivated = box_head(tokens).float() + base
+        objectness = logits[..., 0].float()
+        if memory.padding is not None:
+            # Padding must not be chosen: an image alone has none.
+            objectness = objectness.masked_fill(memory.padding, -torch.inf)
+        best = objectness.topk(min(count, objectness.shape[1]), dim=1).indices
+        chosen = unactivated.detach().gather(1, best[..., None].expand(-1, -1, 4))
+        reference = chosen.sigmoid()
+        embedding = sine_embedding(reference * (2 * torch.pi), self.dim // 2).flatten(2)
+        queries = self.pos_trans_norm(self.pos_trans(embedding))
+        query_pos, states = queries.split(self.dim, dim=-1)
+        return Proposals(logits, unactivated.sigmoid(), query_pos, states, reference)
+
+    def _positions(self, shapes: list[tuple[int, int]], valid: Tensor) -> Tensor:
+        """Sine embedding plus level embedding of every cell, (B or 1, S, C)."""
+        maps = [
+            sine_position_map(valid[:, level], shape, self.dim).flatten(1, 2)
+            + self.level_embed[level]
+            for level, shape in enumerate(shapes)
+        ]
+        return torch.cat(maps, dim=1)
+
+    def _anchors(self, memory: Memory) -> Tensor:
+        """A square around every cell, larger on coarser levels, (B or 1, S, 4)."""
+        cells = memory.shapes.prod(dim=1)
+        side = 0.05 * 2.0 ** torch.arange(len(cells), device=cells.device)
+        sides = torch.repeat_interleave(side, cells)[None, :, None]
+        return torch.cat([memory.centres, sides.expand(*memory.centres.shape[:2], 2)], dim=-1)
+
+    def _run(self, layer: nn.Module, *args: Any) -> Tensor:
+        if self.checkpointing and self.training and torch.is_grad_enabled():
+            return checkpoint(layer, *args, use_reentrant=False)
+        return layer(*args)
+
+
+class EncoderLayer(nn.Module):
+    """Deformable self-attention over all cells, then a feed-forward network; post-norm."""
+
+    def __init__(
+        self, dim: int, *, heads: int, levels: int, points: int, ffn_dim: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.self_attn = MSDeformAttn(dim, heads=heads, levels=levels, points=points)
+        self.norm1 = nn.LayerNorm(dim)
+        self.linear1 = nn.Linear(dim, ffn_dim)
+        self.linear2 = nn.Linear(ffn_dim, dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        reference: Tensor,
+        shapes: Tensor,
+        padding: Tensor | None,
+    ) -> Tensor:
+        """(B, S, C) → (B, S, C)."""
+        attended = self.self_attn(tokens + positions, reference, tokens, shapes, padding)
+        tokens = self.norm1(tokens + self.dropout(attended))
+        hidden = relu_dropout(self.linear1(tokens), self.dropout.p, self.training)
+        return self.norm2(tokens + self.dropout(self.linear2(hidden)))
+
+
+class DecoderLayer(nn.Module):
+    """Self-attention of the queries, deformable attention to the memory, feed-forward; post-norm.
+
+    The norms are numbered as in the official implementation: the self-attention's is `norm2`.
+    """
+
+    def __init__(
+        self, dim: int, *, heads: int, levels: int, points: int, ffn_dim: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.self_attn = nn.MultiheadAttention(dim, heads, dropout=dropout, batch_first=True)
+        self.norm2 = nn.LayerNorm(dim)
+        self.cross_attn = MSDeformAttn(dim, heads=heads, levels=levels, points=points)
+        self.norm1 = nn.LayerNorm(dim)
+        self.linear1 = nn.Linear(dim, ffn_dim)
+        self.linear2 = nn.Linear(ffn_dim, dim)
+        self.norm3 = nn.LayerNorm(dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self, states: Tensor, query_pos: Tensor, reference: Tensor, memory: Memory
+    ) -> Tensor:
+        """(B, Q, C) → (B, Q, C)."""
+        query = states + query_pos
+        attended = self.self_attn(query, query, states, need_weights=False)[0]
+        states = self.norm2(states + self.dropout(attended))
+        attended = self.cross_attn(
+            states + query_pos, reference, memory.tokens, memory.shapes, memory.padding
+        )
+        states = self.norm1(states + self.dropout(attended))
+        hidden = relu_dropout(self.linear1(states), self.dropout.p, self.training)
+        return self.norm3(states + self.dropout(self.linear2(hidden)))
+
+
+class _Stack(nn.Module):
+    """Layers under the name `layers`."""
+
+    def __init__(self, layers: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+
+def shift_reference(delta: Tensor, reference: Tensor) -> Tensor:
+    """Boxes from a head's output relative to reference points or boxes, in float32.
+
+    Args:
+        delta: (…, 4), what the box head says.
+        reference: (…, 2 or 4) in [0, 1]; a point gives no size to start from.
+
+    Returns:
+        (…, 4) cxcywh in [0, 1].
+    """
+    base = inverse_sigmoid(reference.float())
+    if base.shape[-1] == 2:
+        base = torch.cat([base, torch.zeros_like(base)], dim=-1)
+    return (delta.float() + base).sigmoid()
+
+
+def inverse_sigmoid(x: Tensor, eps: float = 1e-5) -> Tensor:
+    """The logit of x in [0, 1], kept finite at both ends."""
+    x = x.clamp(0, 1)
+    return torch.log(x.clamp(min=eps) / (1 - x).clamp(min=eps))
+
+
+def _cell_centres(shapes: list[tuple[int, int]], valid: Tensor) -> Tensor:
+    """Cell centres (x, y) in [0, 1] of the unpadded image, beyond 1 at padding, (B or 1, S, 2)."""
+    centres = []
+    for level, (height, width) in enumerate(shapes):
+        x = (torch.arange(width, device=valid.device) + 0.5) / valid[:, level, :1]  # (B, W)
+        y = (torch.arange(height, device=valid.device) + 0.5) / valid[:, level, 1:]  # (B, H)
+        x = x[:, None].expand(-1, height, -1)
+        y = y[:, :, None].expand(-1, -1, width)
+        centres.append(torch.stack([x, y], dim=-1).flatten(1, 2))
+    return torch.cat(centres, dim=1)

@@ -1,0 +1,223 @@
+"""What Deformable DETR and DETR share: images in, labels in, detections out.
+
+These are the seams that incremental learning uses; a detector adds `predict`, `scores` and
+`background`.
+
+Shape shorthand: B images, Q queries, K classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import Backbone, build_backbone, detector_postprocess
+from detectron2.structures import Boxes, Instances
+from torch import Tensor, nn
+
+from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_xyxy_to_cxcywh
+from cldetr.modeling.classification import Classification
+from cldetr.modeling.criterion import SetCriterion
+from cldetr.modeling.levels import (
+    Extractor,
+    Levels,
+    extract_levels,
+    extract_levels_with_padding,
+)
+from cldetr.modeling.matcher import Matcher
+from cldetr.modeling.structures import DetrOutput, ImageBatch, Target
+
+
+class Detector(nn.Module):
+    """A detector that predicts a fixed set of Q boxes per image, each with class scores."""
+
+    pixel_mean: Tensor
+    pixel_std: Tensor
+    visible_classes: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        backbone: Backbone,
+        in_features: Sequence[str],
+        criterion: SetCriterion,
+        num_classes: int,
+        pixel_mean: Sequence[float],
+        pixel_std: Sequence[float],
+        input_format: str = "RGB",
+        detections_per_image: int = 100,
+        one_class_per_query: bool = False,
+        exact_padding: bool = True,
+    ) -> None:
+        """Sets up what all detectors share.
+
+        Args:
+            backbone: any of Detectron2's.
+            in_features: names of its outputs that are used, finest first.
+            criterion: computes the losses.
+            num_classes: K, all classes of all phases.
+            pixel_mean: per channel, in the order of `input_format`, for pixels in 0-255.
+            pixel_std: likewise.
+            input_format: the order of channels; `DefaultPredictor` and mappers read it from the
+                config, here it is information.
+            detections_per_image: at most this many results per image.
+            one_class_per_query: results are each query's best class, not the best (query, class)
+                pairs.
+            exact_padding: see `levels.extract_levels`; False does as the official implementations.
+        """
+        super().__init__()
+        self.backbone = backbone
+        self.in_features = tuple(in_features)
+        self.criterion = criterion
+        self.num_classes = num_classes
+        self.input_format = input_format
+        self.detections_per_image = detections_per_image
+        self.one_class_per_query = one_class_per_query
+        self.exact_padding = exact_padding
+        self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
+        self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
+        # (K,) bool, the classes learnt so far; None for all. Others are never predicted.
+        self.register_buffer("visible_classes", None, False)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the detector computes."""
+        return self.pixel_mean.device
+
+    def forward(
+        self, batched_inputs: list[dict[str, Any]]
+    ) -> dict[str, Tensor] | list[dict[str, Instances]]:
+        """Computes losses in training mode, detections in evaluation mode.
+
+        Args:
+            batched_inputs: one dictionary per image in Detectron2's standard form: `image` (3, H,
+                W), for training `instances`, for evaluation `height` and `width` of the output.
+        """
+        if not batched_inputs:
+            if self.training:
+                raise ValueError("a training batch without images")
+            return []
+        images = self.preprocess(batched_inputs)
+        output = self.predict(images)
+        if self.training:
+            return self.criterion(output, self.targets(batched_inputs))
+        return self.inference(output, images, batched_inputs)
+
+    def preprocess(self, batched_inputs: Sequence[dict[str, Any]]) -> ImageBatch:
+        """Normalises images, then pads them with zeros to one size."""
+        images = [x["image"].to(self.device, non_blocking=True) for x in batched_inputs]
+        sizes = [(int(x.shape[-2]), int(x.shape[-1])) for x in images]
+        multiple = max(self.backbone.size_divisibility, 1)
+        height, width = (-(-max(side) // multiple) * multiple for side in zip(*sizes, strict=True))
+        tensor = self.pixel_mean.new_zeros(len(images), len(self.pixel_mean), height, width)
+        for image, (h, w), place in zip(images, sizes, tensor, strict=True):
+            place[:, :h, :w] = (image - self.pixel_mean) / self.pixel_std
+        return ImageBatch(tensor, sizes)
+
+    def targets(self, batched_inputs: Sequence[dict[str, Any]]) -> list[Target]:
+        """Makes labels of `instances`: boxes become cxcywh relative to the image's own size."""
+        targets = []
+        for index, entry in enumerate(batched_inputs):
+            if "instances" not in entry:
+                raise ValueError(f"image {index} of a training batch has no instances")
+            instances = entry["instances"]
+            height, width = instances.image_size
+            if (height, width) != tuple(entry["image"].shape[-2:]):
+                raise ValueError(
+                    f"image {index} of the batch is {tuple(entry['image'].shape[-2:])}, its "
+                    f"instances say {(height, width)}"
+                )
+            labels = instances.gt_classes
+            if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < self.num_classes:
+                raise ValueError(
+                    f"labels of image {index} reach from {int(labels.min())} to "
+                    f"{int(labels.max())}, the detector has {self.num_classes} classes"
+                )
+            boxes = instances.gt_boxes.tensor.float()
+            boxes = box_xyxy_to_cxcywh(boxes / boxes.new_tensor([width, height, width, height]))
+            targets.append(Target(labels, boxes).to(self.device))
+        return targets
+
+    def predict(self, images: ImageBatch) -> DetrOutput:
+        """Predicts logits and boxes with all decoder layers."""
+        raise NotImplementedError
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Class probabilities of logits, (…, K); zero for classes that are not visible."""
+        raise NotImplementedError
+
+    def background(self, logits: Tensor) -> Tensor | None:
+        """p(φ) of logits, (…), or None for a head without a background class."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def inference(
+        self,
+        output: DetrOutput,
+        images: ImageBatch,
+        batched_inputs: Sequence[dict[str, Any]],
+    ) -> list[dict[str, Instances]]:
+        """Turns the last layer's predictions into detections in the size that is asked for."""
+        scores = self.scores(output.logits[-1].float())  # (B, Q, K)
+        boxes = box_cxcywh_to_xyxy(output.boxes[-1].float())
+        classes = torch.arange(self.num_classes, device=scores.device)
+        if self.visible_classes is not None:
+            classes = classes[self.visible_classes.to(scores.device)]
+            scores = scores[..., classes]
+        results = []
+        for index, (height, width) in enumerate(images.sizes):
+            score, query, place = self._best(scores[index])
+            corners = boxes[index, query] * boxes.new_tensor([width, height, width, height])
+            result = Instances(
+                (height, width),
+                pred_boxes=Boxes(corners),
+                scores=score,
+                pred_classes=classes[place],
+            )
+            entry = batched_inputs[index]
+            size = entry.get("height", height), entry.get("width", width)
+            results.append({"instances": detector_postprocess(result, *size)})
+        return results
+
+    def _best(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The best scores of one image (Q, k), with their queries and places in the k classes."""
+        if self.one_class_per_query and scores.shape[1]:
+            scores, places = scores.max(dim=1)
+            score, query = scores.topk(min(self.detections_per_image, len(scores)))
+            return score, query, places[query]
+        width = max(scores.shape[1], 1)
+        score, pair = scores.flatten().topk(min(self.detections_per_image, scores.numel()))
+        return score, pair // width, pair % width
+
+    def _levels(self, images: ImageBatch, extract: Extractor, strides: Sequence[int]) -> Levels:
+        """The feature maps of a batch, each image's the same whatever the others are."""
+        if self.exact_padding:
+            return extract_levels(images, extract, strides, self.backbone.size_divisibility)
+        return extract_levels_with_padding(images, extract)
+
+
+def shared_arguments(cfg: CfgNode, classification: Classification) -> dict[str, Any]:
+    """Reads from the config what `Detector` takes, for the `from_config` of its subclasses."""
+    detr = cfg.MODEL.DETR
+    matcher = Matcher(classification, detr.COST.CLASS, detr.COST.BOX, detr.COST.GIOU)
+    criterion = SetCriterion(
+        matcher=matcher,
+        class_weight=detr.LOSS.CLASS_WEIGHT,
+        box_weight=detr.LOSS.BOX_WEIGHT,
+        giou_weight=detr.LOSS.GIOU_WEIGHT,
+        aux_loss=detr.LOSS.AUX,
+    )
+    return {
+        "backbone": build_backbone(cfg),
+        "in_features": detr.IN_FEATURES,
+        "criterion": criterion,
+        "num_classes": detr.NUM_CLASSES,
+        "pixel_mean": cfg.MODEL.PIXEL_MEAN,
+        "pixel_std": cfg.MODEL.PIXEL_STD,
+        "input_format": cfg.INPUT.FORMAT,
+        "detections_per_image": cfg.TEST.DETECTIONS_PER_IMAGE,
+        "one_class_per_query": detr.ONE_CLASS_PER_QUERY,
+        "exact_padding": detr.EXACT_PADDING,
+    }

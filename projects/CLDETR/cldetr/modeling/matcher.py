@@ -1,0 +1,117 @@
+"""One-to-one matching of predictions and labels (Eq. 2), for all layers and images at once.
+
+Shape shorthand: L decoder layers, B images, Q queries, C outputs of the class head, T labels of one
+image, N labels of all images, P matched pairs of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+
+from cldetr.layers.boxes import box_cxcywh_to_xyxy, paired_giou
+from cldetr.modeling.classification import Classification
+from cldetr.modeling.structures import DetrOutput, Target
+
+
+@dataclass(frozen=True)
+class Matches:
+    """Matched pairs. Every layer has the same number: min(T, Q) summed over the images."""
+
+    images: Tensor  # (P,) which image
+    queries: Tensor  # (L, P) which of its queries
+    labels: Tensor  # (L, P) which label, counted over the labels of all images
+
+
+class NonFiniteCostError(FloatingPointError):
+    """Predictions or labels held NaN or infinity, so that there is no best matching."""
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """The Hungarian matcher: weights of the class, L1 and generalised IoU costs."""
+
+    classification: Classification
+    class_cost: float = 2.0
+    box_cost: float = 5.0
+    giou_cost: float = 2.0
+
+    @torch.no_grad()
+    def __call__(
+        self, output: DetrOutput, targets: Sequence[Target], class_mask: Tensor | None = None
+    ) -> Matches:
+        """Matches every layer of every image, at least total cost.
+
+        Only costs of predictions and labels of the same image are computed, for all layers
+        together, and they go to the host in one transfer.
+        """
+        device = output.logits.device
+        counts = [len(target) for target in targets]
+        images = torch.repeat_interleave(torch.arange(len(targets)), torch.tensor(counts))
+        cost = self._cost(output, targets, images.to(device), class_mask)  # (N, L, Q)
+        host = cost.cpu().numpy()
+        _check_finite(host, images)
+        layers = host.shape[1]
+        blocks = np.split(host, np.cumsum(counts)[:-1])
+        queries: list[list[np.ndarray]] = [[] for _ in range(layers)]
+        labels: list[list[np.ndarray]] = [[] for _ in range(layers)]
+        pairs = []
+        start = 0
+        for image, block in enumerate(blocks):  # (T, L, Q)
+            for layer in range(layers):
+                rows, columns = linear_sum_assignment(block[:, layer])
+                queries[layer].append(columns)
+                labels[layer].append(rows + start)
+            start += counts[image]
+            pairs.append(np.full(min(block.shape[0], block.shape[2]), image))
+        return Matches(
+            images=torch.from_numpy(np.concatenate(pairs)).to(device),
+            queries=torch.from_numpy(np.stack([np.concatenate(x) for x in queries])).to(device),
+            labels=torch.from_numpy(np.stack([np.concatenate(x) for x in labels])).to(device),
+        )
+
+    def _cost(
+        self,
+        output: DetrOutput,
+        targets: Sequence[Target],
+        images: Tensor,
+        class_mask: Tensor | None,
+    ) -> Tensor:
+        """The cost of each label with each query of its own image, (N, L, Q)."""
+        boxes = output.boxes.float()[:, images].transpose(0, 1)  # (N, L, Q, 4)
+        wanted = torch.cat([target.boxes for target in targets]).float()[:, None, None]
+        distance = (boxes - wanted).abs().sum(-1)
+        giou = paired_giou(box_cxcywh_to_xyxy(boxes), box_cxcywh_to_xyxy(wanted))
+        prepared = self.classification.prepare(output.logits.float(), class_mask)
+        if all(target.probs is None for target in targets):
+            labels = torch.cat([target.labels for target in targets])
+            # Gathered before the cost is taken: K classes would be K times the work.
+            class_cost = self.classification.cost(prepared[:, images, :, labels])  # (N, L, Q)
+        else:
+            class_cost = self._soft_cost(prepared, targets)
+        return self.class_cost * class_cost + self.box_cost * distance - self.giou_cost * giou
+
+    def _soft_cost(self, prepared: Tensor, targets: Sequence[Target]) -> Tensor:
+        """⟨cost, p_i⟩ for labels that are distributions (Eq. 2), (N, L, Q)."""
+        cost = self.classification.cost(prepared)  # (L, B, Q, C)
+        width = cost.shape[-1]
+        rows = [
+            torch.einsum("lqc,tc->tlq", cost[:, image], target.distribution(width))
+            for image, target in enumerate(targets)
+        ]
+        return torch.cat(rows)
+
+
+def _check_finite(cost: np.ndarray, images: Tensor) -> None:
+    if np.isfinite(cost).all():
+        return
+    label, layer = np.argwhere(~np.isfinite(cost))[0][:2]
+    raise NonFiniteCostError(
+        f"the matching cost of image {int(images[label])} of the batch in layer {layer} is not "
+        "finite: its predictions or its labels hold NaN or infinity"
+    )
