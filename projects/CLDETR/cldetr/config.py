@@ -161,10 +161,7 @@ def _merge(cfg: CN, values: Mapping[str, Any], origin: str) -> None:
         node = cfg
         for parent in parents:
             node = node[parent]
-        if isinstance(node[leaf], float) and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if isinstance(node[leaf], (list, tuple)) and isinstance(value, (list, tuple)):
-            value = type(node[leaf])(value)
+        value = _coerce(value, node[leaf])
         if node[leaf] is not None and type(value) is not type(node[leaf]):
             problems.append(
                 f"{key} takes a {type(node[leaf]).__name__} such as {node[leaf]!r}, not {value!r}"
@@ -173,6 +170,18 @@ def _merge(cfg: CN, values: Mapping[str, Any], origin: str) -> None:
         node[leaf] = value
     if problems:
         raise InputError.listing(f"in {origin}:", problems)
+
+
+def _coerce(value: Any, current: Any) -> Any:
+    """Takes 40 for 40.0, "1e-3" (a string to YAML) for 0.001, and lists for tuples."""
+    if isinstance(current, float) and type(value) in (int, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    if isinstance(current, (list, tuple)) and isinstance(value, (list, tuple)):
+        return type(current)(value)
+    return value
 
 
 def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ import numpy as np
 from cldetr.data.coco import CocoData
 
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+Labels = Sequence[int] | np.ndarray
 Scores = dict[str, float | None]  # metric → percent; None where there is no object to find
 
 IOU_THRESHOLDS = np.linspace(0.5, 0.95, 10)
@@ -31,6 +32,14 @@ _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
+class Source:
+    """A data set that is judged by, and the labels annotated in it."""
+
+    name: str
+    labels: frozenset[int]
+
+
+@dataclass(frozen=True, eq=False)
 class GroundTruth:
     """The objects that detections are judged by.
 
@@ -38,7 +47,9 @@ class GroundTruth:
     size of an object is the annotation's `area` (of the segmentation, in COCO's files).
     """
 
-    image_ids: np.ndarray  # (I,) int64, ascending
+    sources: tuple[Source, ...]
+    image_sources: np.ndarray  # (I,) int64, place of each image's data set in sources
+    image_ids: np.ndarray  # (I,) int64, ascending in a source
     images: np.ndarray  # (N,) int64, place of each object's image in image_ids
     labels: np.ndarray  # (N,) int64
     boxes: np.ndarray  # (N, 4) float64, x y w h in pixels
@@ -46,13 +57,14 @@ class GroundTruth:
     crowd: np.ndarray  # (N,) bool
 
     @classmethod
-    def from_coco(cls, data: CocoData, label_of: Sequence[int] | np.ndarray) -> GroundTruth:
+    def from_coco(cls, data: CocoData, label_of: Labels, source: str | None = None) -> GroundTruth:
         """Takes the objects of an annotation file, under the labels of a scenario.
 
         Args:
             data: The annotation file.
             label_of: The scenario's label of each category of `data`, in the order of its
-                categories; −1 leaves the objects of that category out.
+                categories; −1 leaves that category out.
+            source: What the loader's entries call the data set; `data.name` by default.
         """
         label_of = np.asarray(label_of, dtype=np.int64)
         if label_of.shape != (len(data.categories),):
@@ -65,7 +77,10 @@ class GroundTruth:
         place[by_id] = np.arange(len(by_id))
         labels = label_of[data.labels]
         kept = labels >= 0
+        known = frozenset(label_of[label_of >= 0].tolist())
         return cls(
+            sources=(Source(data.name if source is None else source, known),),
+            image_sources=np.zeros(len(by_id), dtype=np.int64),
             image_ids=data.image_ids[by_id],
             images=np.repeat(place, np.diff(data.starts))[kept],
             labels=labels[kept],
@@ -74,7 +89,39 @@ class GroundTruth:
             crowd=data.crowd[kept],
         )
 
-    def images_with(self, labels: Sequence[int]) -> np.ndarray:
+    @classmethod
+    def join(cls, truths: Sequence[GroundTruth]) -> GroundTruth:
+        """Joins data sets, to evaluate on all of them as one.
+
+        A data set says nothing of labels that it does not annotate, so detections of those on its
+        images count neither for nor against. Image ids of different data sets may be the same.
+        """
+        sources = tuple(source for truth in truths for source in truth.sources)
+        if len({source.name for source in sources}) < len(sources):
+            raise ValueError(f"data sets of the same name: {[source.name for source in sources]}")
+        sources_before = np.cumsum([0, *(len(truth.sources) for truth in truths)])
+        images_before = np.cumsum([0, *(len(truth.image_ids) for truth in truths)])
+        together = list(zip(truths, sources_before, images_before, strict=False))
+        return cls(
+            sources=sources,
+            image_sources=np.concatenate([t.image_sources + before for t, before, _ in together]),
+            image_ids=np.concatenate([truth.image_ids for truth in truths]),
+            images=np.concatenate([t.images + before for t, _, before in together]),
+            labels=np.concatenate([truth.labels for truth in truths]),
+            boxes=np.concatenate([truth.boxes for truth in truths]),
+            areas=np.concatenate([truth.areas for truth in truths]),
+            crowd=np.concatenate([truth.crowd for truth in truths]),
+        )
+
+    def judges(self, images: np.ndarray, labels: np.ndarray) -> np.ndarray:
+        """Marks the (image, label) pairs that a data set speaks of, as (D,) bool."""
+        marked = np.zeros(len(labels), dtype=bool)
+        for place, source in enumerate(self.sources):
+            here = self.image_sources[images] == place
+            marked |= here & np.isin(labels, list(source.labels))
+        return marked
+
+    def images_with(self, labels: Labels) -> np.ndarray:
         """Marks the images with at least one object (a crowd too) of `labels`, as (I,) bool."""
         marked = np.zeros(len(self.image_ids), dtype=bool)
         marked[self.images[np.isin(self.labels, labels)]] = True
@@ -109,7 +156,7 @@ class Matching:
     misses: np.ndarray  # (D, A, T) bool
     ignored: np.ndarray  # (N, A) bool, objects not to be found in an area range
 
-    def precision(self, labels: Sequence[int], images: np.ndarray | None = None) -> np.ndarray:
+    def precision(self, labels: Labels, images: np.ndarray | None = None) -> np.ndarray:
         """Interpolates the precision at each recall: (T, R, K, A), −1 for lack of an object.
 
         Args:
@@ -155,6 +202,7 @@ def match(truth: GroundTruth, detections: Detections) -> Matching:
     one has taken; objects of the area range come before others, and of equal overlaps the last in
     the file wins. A crowd region is never used up.
     """
+    detections = detections.take(np.flatnonzero(truth.judges(detections.images, detections.labels)))
     pairs = detections.labels * len(truth.image_ids) + detections.images
     order = np.lexsort((-detections.scores, pairs))
     order = order[_rank_in_run(pairs[order]) < MAX_DETECTIONS]

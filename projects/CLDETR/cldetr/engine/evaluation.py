@@ -66,7 +66,9 @@ class IncrementalEvaluator(DatasetEvaluator):
         self._scenario = scenario
         self._phase = phase
         self._restrict_images = restrict_images
-        self._place_of = {int(image_id): i for i, image_id in enumerate(truth.image_ids)}
+        names = [truth.sources[place].name for place in truth.image_sources]
+        keys = zip(names, truth.image_ids.tolist(), strict=True)
+        self._place_of = {key: place for place, key in enumerate(keys)}
         self.reset()
 
     def reset(self) -> None:
@@ -76,19 +78,23 @@ class IncrementalEvaluator(DatasetEvaluator):
     def process(
         self, inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Keeps the detections of a batch of images, in the scenario's labels."""
-        for source, output in zip(inputs, outputs, strict=True):
-            place = self._place_of.get(int(source["image_id"]))
+        """Keeps the detections of a batch of images, in the scenario's labels.
+
+        An input has `image_id`, and `source` (the data set's name) where there are several.
+        """
+        sources = self._truth.sources
+        for entry, output in zip(inputs, outputs, strict=True):
+            source = sources[0].name if len(sources) == 1 else entry["source"]
+            image = f"image {entry['image_id']} of {source}"
+            place = self._place_of.get((source, int(entry["image_id"])))
             if place is None:
                 raise InputError(
-                    f"Image id {source['image_id']} is not in the ground truth: "
-                    "the test loader and the evaluator must be given the same data set."
+                    f"{image} is not in the ground truth: "
+                    "give the test loader and the evaluator the same data sets."
                 )
             prediction = _to_arrays(output["instances"])
             if not all(np.isfinite(values).all() for values in prediction):
-                raise FloatingPointError(
-                    f"a detection on image id {source['image_id']} is not finite (NaN or infinite)"
-                )
+                raise FloatingPointError(f"{image}: a detection is not finite (NaN or infinite)")
             # A sampler may repeat images to fill a batch: the first time counts.
             self._predictions.setdefault(place, prediction)
 

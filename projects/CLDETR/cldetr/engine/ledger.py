@@ -60,9 +60,7 @@ class Ledger:
         if resume:
             check_identity(read_json(stored)["identity"], recipe)
         else:
-            write_json(
-                stored, {"identity": recipe.identity(), "fingerprint": recipe.fingerprint()}
-            )
+            write_json(stored, {"identity": recipe.identity(), "fingerprint": recipe.fingerprint()})
 
     def close(self) -> None:
         """Gives the directory free."""

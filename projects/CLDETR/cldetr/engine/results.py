@@ -84,7 +84,7 @@ def forgetting(matrix: Matrix) -> float | None:
     """
     losses = []
     for j in range(len(matrix) - 1):
-        past = [row[j] for row in matrix[:-1] if row[j] is not None]
+        past = [ap for ap in (row[j] for row in matrix[:-1]) if ap is not None]
         last = matrix[-1][j]
         if past and last is not None:
             losses.append(max(past) - last)
@@ -115,7 +115,7 @@ def gap_to_joint(last: Mapping[str, Any], joint: Mapping[str, Any]) -> Scores:
     return _difference(upper["all"], last["all"])
 
 
-def write_results(directory: str | os.PathLike[str], results: Mapping[str, Any]) -> None:
+def write_results(results: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
     """Writes results.csv and then results.json, each whole or not at all."""
     rows = [["phase", "stage", "kind", "name", *METRICS], *_csv_rows(results)]
     with (
@@ -126,7 +126,7 @@ def write_results(directory: str | os.PathLike[str], results: Mapping[str, Any])
     write_json(Path(directory) / "results.json", results)
 
 
-def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a results.json."""
     try:
         results = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -141,18 +141,18 @@ def read_results(path: str | os.PathLike[str]) -> dict[str, Any]:
 def format_table(results: Mapping[str, Any]) -> str:
     """Formats a run's metrics as text: a line for each phase and group, then the run's numbers."""
     lines = [f"{results['scenario']}, {results['method']} (AP in %)", _line("", "", METRICS)]
-    for entry in results["phases"]:
-        # In the first phase nothing is old and all is new.
-        names = ("all",) if entry["old"] is None else ("all", "old", "new")
-        for name in names:
-            label = f"after phase {entry['phase']}" if name == "all" else ""
-            lines.append(_line(label, name, _cells(entry[name])))
+    lines += [line for entry in results["phases"] for line in _phase_lines(entry)]
     for label, name, field in (("FPP", "phase 1", "fpp"), ("gap to joint", "all", "gap_to_joint")):
         if results[field] is not None:
             lines.append(_line(label, name, _cells(results[field])))
     for field in ("average_AP", "forgetting", "backward_transfer"):
         lines.append(_line(field.replace("_", " "), "", [_show(results[field])]))
     return "\n".join(lines)
+
+
+def format_entry(entry: Mapping[str, Any]) -> str:
+    """Formats the metrics of one evaluation as text."""
+    return "\n".join([_line("AP in %", "", METRICS), *_phase_lines(entry)])
 
 
 def format_matrix(results: Mapping[str, Any]) -> str:
@@ -172,11 +172,18 @@ def format_matrix(results: Mapping[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
+def _phase_lines(entry: Mapping[str, Any]) -> list[str]:
+    # In the first phase nothing is old and all is new.
+    names = ("all",) if entry["old"] is None else ("all", "old", "new")
+    labels = [f"after phase {entry['phase']}", "", ""]
+    return [_line(label, name, _cells(entry[name])) for label, name in zip(labels, names)]
+
+
 def _csv_rows(results: Mapping[str, Any]) -> Iterator[list[Any]]:
     for entry in results["phases"]:
         start = [entry["phase"], entry.get("stage")]
         groups = [("set", name, entry[name]) for name in ("all", "old", "new")]
-        groups += [("group", i, scores) for i, scores in enumerate(entry["groups"], start=1)]
+        groups += [("group", str(i), scores) for i, scores in enumerate(entry["groups"], start=1)]
         groups += [("category", name, scores) for name, scores in entry["per_category"].items()]
         for kind, name, scores in groups:
             if scores is not None:

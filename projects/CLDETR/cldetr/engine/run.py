@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from detectron2.engine import hooks
-from detectron2.evaluation import inference_on_dataset
 from detectron2.utils import comm
 from detectron2.utils.events import JSONWriter, TensorboardXWriter
 from torch import nn
@@ -21,11 +20,11 @@ from cldetr.data.mapper import Mapper
 from cldetr.data.memory import ExemplarMemory
 from cldetr.engine.checkpoint import latest_checkpoint, load_into, load_state, save_state
 from cldetr.engine.console import StageWriter, memory_mb
-from cldetr.engine.evaluation import IncrementalEvaluator
 from cldetr.engine.ledger import Ledger, read_json
 from cldetr.engine.recipe import Recipe, StageSchedule
 from cldetr.engine.results import format_table, load_results, summarise, write_results
 from cldetr.engine.rundata import RunData
+from cldetr.engine.scoring import score_detector
 from cldetr.engine.start import initialise, load_trained_detector
 from cldetr.engine.trainer import (
     CheckpointHook,
@@ -57,8 +56,10 @@ class IncrementalRun:
         if comm.is_main_process():
             self.ledger.open(recipe, resume)
         comm.synchronize()
-        self.data = RunData(recipe, self.ledger.root)
+        self.data = RunData(recipe)
+        self.data.check(self.ledger.root)
         self.device = torch.device(recipe.runtime.device)
+        torch.manual_seed(recipe.seed)
         self.detector = recipe.model.build(len(self.data.scenario.categories)).to(self.device)
         self._offset = 0  # training steps of the stages that are done
         self._inputs: dict[str, str] = {}  # digest of the weights that the next stage starts from
@@ -85,15 +86,15 @@ class IncrementalRun:
             self._adopt(phase)
             return
         if phase == 1 and self.ledger.finished(phase, "train") is None:
-            initialise(self.detector, self.recipe.model.weights, seed=self.recipe.seed)
-        seen = self.data.scenario.seen(phase)
+            initialise(self.detector, self.recipe.model.weights)
+        seen, old = self.data.scenario.seen(phase), self.data.scenario.old(phase)
         learner = Learner(self.detector, seen=seen, mask_unseen=method.unseen == "mask")
         if phase > 1 and method.needs_teacher:
             learner = Learner(
                 self.detector,
                 seen=seen,
-                teacher=freeze(self.detector),  # Φ^old, before this phase
-                teacher_classes=self.data.scenario.old(phase),
+                teacher=freeze(self.detector, old),  # Φ^old, before this phase
+                teacher_classes=old,
                 rule=method.pseudo,
                 mask_unseen=method.unseen == "mask",
             )
@@ -112,14 +113,12 @@ class IncrementalRun:
         self._check_stop(stop)
         if comm.is_main_process():
             begin = time.perf_counter()
-            before = self._memory(phase - 1) if phase > 1 else None
-            memory = self.data.select_exemplars(
-                phase, rule, before, seed=self.recipe.seed, detector=self.detector
-            )
-            folder = self.ledger.folder(phase, "select")
-            outputs = self.data.save_memory(memory, folder)
+            before = self._memory(phase - 1)
+            memory = self.data.select_exemplars(phase, rule, before, self.detector)
+            outputs = memory.save(self.ledger.folder(phase, "select"), self.data.train)
             facts = {"seconds": time.perf_counter() - begin}
-            self.ledger.finish(phase, "select", outputs, self._inputs, facts)
+            names = [path.name for path in outputs]
+            self.ledger.finish(phase, "select", names, self._inputs, facts)
         comm.synchronize()
 
     def _calibrate(self, phase: int, stop: StopRequest) -> None:
@@ -134,10 +133,10 @@ class IncrementalRun:
             learner = Learner(
                 self.detector,
                 seen=seen,
-                teacher=freeze(self.detector),
+                teacher=freeze(self.detector, seen),
                 teacher_classes=seen,
                 rule=rule.complete,
-                skip_annotated=True,
+                annotated=[phase.classes for phase in self.data.scenario.phases],
                 mask_unseen=mask,
             )
         entries = self.data.exemplar_entries(self._memory(phase))
@@ -265,7 +264,7 @@ class IncrementalRun:
             chain.append(hooks.EvalHook(runtime.eval_period, lambda: self._progress(phase)))
         if comm.is_main_process():
             title = f"phase {phase}/{len(self.data.scenario.phases)} {stage}"
-            total = self.data.planned_steps(self.recipe, self._offset, phase, stage, trainer.steps)
+            total = self._offset + trainer.steps + self._steps_after(phase, stage)
             writers = [
                 StageWriter(title, self._offset, trainer.steps, total),
                 JSONWriter(str(self.ledger.root / "metrics.json")),
@@ -275,6 +274,12 @@ class IncrementalRun:
         period = runtime.checkpoint_period or trainer.steps_per_epoch
         chain.append(CheckpointHook(folder / "checkpoints", period, stop, dict(meta)))
         return chain
+
+    def _steps_after(self, phase: int, stage: str) -> int:
+        """Training steps of the stages that follow, as planned."""
+        plan = self.data.planned_steps()
+        place = [entry[:2] for entry in plan].index((phase, stage))
+        return sum(steps for _, _, steps in plan[place + 1 :])
 
     def _adopt(self, phase: int) -> None:
         """Takes a trained detector as the first phase's result."""
@@ -299,24 +304,15 @@ class IncrementalRun:
         self._inputs = {"model": sha256_file(path)}
 
     def _memory(self, phase: int) -> ExemplarMemory:
-        return self.data.load_memory(self.ledger.folder(phase, "select"))
+        """E_1:phase as the run saved it."""
+        if phase == 0:
+            return ExemplarMemory.empty(self.data.scenario)
+        memory = ExemplarMemory.load(self.ledger.folder(phase, "select"))
+        memory.check(self.data.scenario, self.data.train)
+        return memory
 
     def _score(self, phase: int) -> dict[str, Any]:
-        """Evaluates the detector on the classes seen so far, in one pass over the test images."""
-        scenario = self.data.scenario
-        visible = torch.zeros(len(scenario.categories), dtype=torch.bool, device=self.device)
-        visible[list(scenario.seen(phase))] = True
-        self.detector.visible_classes = visible
-        evaluator = IncrementalEvaluator(
-            self.data.ground_truth(),
-            scenario,
-            phase,
-            restrict_images=self.recipe.runtime.restrict_eval,
-        )
-        loader = self.data.test_loader(self.recipe.runtime.workers)
-        entry = inference_on_dataset(self.detector, loader, evaluator)
-        self.detector.visible_classes = None
-        return entry
+        return score_detector(self.detector, self.data, phase, self.recipe.runtime.restrict_eval)
 
     def _progress(self, phase: int) -> dict[str, float]:
         """A look at the metrics while a stage trains, for the curves."""

@@ -28,7 +28,7 @@ class Learner(nn.Module):
         teacher: nn.Module | None = None,
         teacher_classes: Sequence[int] = (),
         rule: PseudoRule | None = None,
-        skip_annotated: bool = False,
+        annotated: Sequence[Sequence[int]] | None = None,
         mask_unseen: bool = True,
     ) -> None:
         """Sets up one stage.
@@ -40,14 +40,14 @@ class Learner(nn.Module):
                 calibration when exemplars are completed.
             teacher_classes: labels that the teacher may give.
             rule: how its predictions become pseudo-labels.
-            skip_annotated: give no pseudo-label of a class that is annotated on the image anyway
-                (the image's own phase); the paper's DKD does not ask.
+            annotated: labels of each phase's classes, the first phase's first. Where given, no
+                pseudo-label is of a class that is annotated on the image anyway, which its input's
+                `phase` tells; the paper's DKD does not ask.
             mask_unseen: leave the head's rows of unseen classes out of the loss.
         """
         super().__init__()
         self.detector = detector
         self.rule = rule
-        self.skip_annotated = skip_annotated
         self.progress = 0.0  # of the stage, in [0, 1]; the trainer moves it
         self.pseudo_images = 0  # images labelled since the last reset, and those left without any
         self.pseudo_empty = 0
@@ -56,6 +56,10 @@ class Learner(nn.Module):
         self.register_buffer(
             "_teacher_classes", _mask(teacher_classes, num_classes), persistent=False
         )
+        rows = None
+        if annotated is not None:
+            rows = torch.stack([_mask(labels, num_classes) for labels in annotated])
+        self.register_buffer("_annotated", rows, persistent=False)  # (phases, K)
         self.mask_unseen = mask_unseen
         # A tuple hides the teacher from the module tree: no gradient, no checkpoint, no DDP, and
         # .train() does not reach it.
@@ -95,9 +99,8 @@ class Learner(nn.Module):
             return truths, False
         logits = output.logits[-1].float()
         usable = self._teacher_classes.expand(len(truths), -1)
-        if self.skip_annotated:
-            annotated = [_mask(x["annotated_classes"], usable.shape[1]) for x in batched_inputs]
-            usable = usable & ~torch.stack(annotated).to(usable.device)
+        if self._annotated is not None:
+            usable = usable & ~self._annotated[[entry["phase"] - 1 for entry in batched_inputs]]
         pseudo = make_pseudo_labels(
             self.teacher.scores(logits),
             output.boxes[-1].float(),
@@ -125,9 +128,10 @@ class Learner(nn.Module):
             storage.put_scalar("pseudo/overflow", counts.overflow)
 
 
-def freeze(detector: nn.Module) -> nn.Module:
-    """Makes a frozen copy of a detector: evaluation mode, no gradients."""
+def freeze(detector: nn.Module, classes: Sequence[int]) -> nn.Module:
+    """Makes a frozen copy of a detector that knows `classes`: evaluation mode, no gradients."""
     teacher = copy.deepcopy(detector).eval()
+    teacher.visible_classes = _mask(classes, detector.num_classes).to(detector.device)
     for parameter in teacher.parameters():
         parameter.requires_grad_(False)
     return teacher

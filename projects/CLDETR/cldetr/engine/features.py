@@ -1,0 +1,59 @@
+"""Object features for herding: the decoder state of the query that is matched to each object."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import nn
+from tqdm import tqdm
+
+from cldetr.data.herding import ObjectFeatures
+from cldetr.data.mapper import Augmentation, Mapper
+from cldetr.data.views import View
+from cldetr.modeling.structures import DetrOutput
+
+
+@torch.no_grad()
+def object_features(
+    detector: nn.Module, view: View, classes: tuple[int, ...], augmentation: Augmentation
+) -> ObjectFeatures:
+    """Computes one feature for every object of a view, at test size.
+
+    Args:
+        detector: as it is after the phase's training step.
+        view: the phase's images with its labels.
+        classes: labels of the phase; a feature's class is its place in this list.
+        augmentation: tells the test size.
+    """
+    # Training form without chance: test size, with targets.
+    still = Augmentation(
+        flip=0.0,
+        short_sides=(augmentation.test_short_side,) if augmentation.test_short_side else (),
+        max_side=augmentation.test_max_side,
+        crop=0.0,
+        format=augmentation.format,
+    )
+    mapper, rng = Mapper(still, training=True), np.random.default_rng(0)
+    place_of = {label: place for place, label in enumerate(classes)}
+    features, labels, images = [], [], []
+    was_training = detector.training
+    detector.eval()
+    for number in tqdm(range(len(view)), desc="features of objects", unit="image", leave=False):
+        entry = mapper(view[number], rng)
+        (target,) = detector.targets([entry])
+        if len(target) == 0:
+            continue
+        output = detector.predict(detector.preprocess([entry]))
+        last = DetrOutput(output.logits[-1:], output.boxes[-1:])
+        matches = detector.criterion.matcher(last, [target])
+        features.append(output.features[0, matches.queries[0]].float().cpu().numpy())
+        matched = target.labels[matches.labels[0]].tolist()
+        labels += [place_of[label] for label in matched]
+        images += [number] * len(matched)
+    detector.train(was_training)
+    width = features[0].shape[1] if features else 0
+    return ObjectFeatures(
+        np.concatenate(features) if features else np.empty((0, width)),
+        np.array(labels, dtype=np.int64),
+        np.array(images, dtype=np.int64),
+    )

@@ -1,0 +1,129 @@
+"""The command line of `train_net.py`: processes, logs, exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import signal
+import sys
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from detectron2.engine import default_argument_parser, launch
+from detectron2.utils import comm
+from detectron2.utils.logger import setup_logger
+
+from cldetr.engine.recipe import Recipe
+from cldetr.errors import InputError
+
+logger = logging.getLogger("cldetr")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `train_net.py`; returns its exit status (2 for what the user can mend)."""
+    args = _parser().parse_args(argv)
+    try:
+        read_recipe(args)  # a misspelt key is told before processes start
+        if args.num_machines * args.num_gpus > 1:
+            return _launch(args)
+        return _work(args)
+    except InputError as error:
+        print(f"train_net.py: {error}", file=sys.stderr)
+        return 2
+
+
+def read_recipe(args: argparse.Namespace) -> Recipe:
+    """Reads the config, YAML or LazyConfig, with its overrides; picks the device."""
+    overrides = [word for word in args.opts if word != "--"]
+    if args.config_file.endswith(".py"):
+        from cldetr.engine.from_lazy import recipe_from_lazy
+
+        recipe = recipe_from_lazy(args.config_file, overrides)
+    else:
+        from cldetr.engine.from_yaml import recipe_from_yaml
+
+        recipe = recipe_from_yaml(args.config_file, overrides)
+    device = recipe.runtime.device
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        logger.warning("no GPU here: training on the CPU")
+        device = "cpu"
+    return dataclasses.replace(recipe, runtime=dataclasses.replace(recipe.runtime, device=device))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = default_argument_parser(epilog=None)
+    parser.description = "Trains a detector through all phases of an incremental scenario."
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=30.0,
+        help="minutes after which a process that waits in vain for another gives up",
+    )
+    for action in parser._actions:
+        if action.dest == "num_gpus":
+            action.help = "number of processes on this machine: one per GPU, or on the CPU"
+        elif action.dest == "config_file":
+            action.required = True
+        elif action.dest == "opts":
+            action.help = "overrides: `KEY VALUE …` for YAML, `key=value …` for a LazyConfig"
+    return parser
+
+
+def _work(args: argparse.Namespace) -> int:
+    """What each process does."""
+    from cldetr.engine.results import format_entry
+    from cldetr.engine.run import IncrementalRun
+    from cldetr.engine.scoring import score_weights
+
+    recipe = read_recipe(args)
+    rank = comm.get_rank()
+    setup_logger(name="cldetr", distributed_rank=rank)
+    setup_logger(name="detectron2", distributed_rank=rank).setLevel(logging.WARNING)
+    if args.eval_only:
+        entry = score_weights(recipe)
+        if comm.is_main_process():
+            logger.info("\n%s", format_entry(entry))
+        return 0
+    run = IncrementalRun(recipe, resume=args.resume)
+    if comm.is_main_process():
+        _log_to(Path(recipe.runtime.output_dir) / "log.txt")
+    run.run()
+    return 0
+
+
+def _log_to(path: Path) -> None:
+    """Writes the log to the run directory too; Detectron2's helper would double the console."""
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s"))
+    logging.getLogger("cldetr").addHandler(handler)
+
+
+def _launch(args: argparse.Namespace) -> int:
+    """Starts the processes of this machine and waits for them; returns the worst exit status."""
+    timeout = timedelta(minutes=args.timeout)
+    try:
+        launch(
+            _worker,
+            args.num_gpus,
+            num_machines=args.num_machines,
+            machine_rank=args.machine_rank,
+            dist_url="auto" if args.num_machines == 1 else args.dist_url,
+            args=(args,),
+            timeout=timeout,
+        )
+    except mp.ProcessExitedException as error:
+        return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
+    return 0
+
+
+def _worker(args: argparse.Namespace) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        _work(args)
+    except InputError as error:
+        print(f"train_net.py: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,99 @@
+"""Where a run starts from: a backbone's weights, or a detector that already works."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from detectron2.utils.file_io import PathManager
+from torch import Tensor, nn
+
+from cldetr.engine.checkpoint import load_into, load_state
+from cldetr.errors import InputError
+from cldetr.scenario import Scenario
+
+logger = logging.getLogger(__name__)
+
+_CLASS_HEAD = "class_embed."  # parameters whose first axis runs over the classes
+
+
+def initialise(detector: nn.Module, weights: str) -> None:
+    """Loads initial weights of the first phase: a backbone, or a detector of the same classes.
+
+    Args:
+        detector: freshly built.
+        weights: a file of ours, a converted one, or a backbone in Detectron2's naming (the model
+            zoo's `detectron2://ImageNetPretrained/torchvision/R-50.pkl`). Empty: from scratch.
+    """
+    if not weights:
+        return
+    try:
+        path = PathManager.get_local_path(weights)
+    except Exception as error:
+        raise InputError(f"cannot get the weights {weights}: {error}") from error
+    found = _tensors(load_state(path))
+    if any(key.startswith("transformer.") for key in found):
+        load_into(detector, found, weights)
+        logger.info("started from the detector %s", weights)
+        return
+    own = detector.backbone.state_dict()
+    found = {key.removeprefix("backbone."): value for key, value in found.items()}
+    load_into(detector.backbone, {key: found[key] for key in own if key in found}, weights)
+    unused = sorted(key for key in found if key not in own)
+    logger.info(
+        "started from the backbone %s%s", weights, f"; unused: {', '.join(unused)}" * bool(unused)
+    )
+
+
+def load_trained_detector(detector: nn.Module, path: str, scenario: Scenario) -> None:
+    """Loads a trained detector as the result of the first phase.
+
+    Its file says which categories it knows (files of ours and converted ones do). They must be the
+    first phase's, by name; their rows of the class head go where the scenario has these classes,
+    and the rows of classes to come stay as initialised.
+    """
+    state = load_state(path)
+    meta = state.get("cldetr")
+    if not isinstance(meta, Mapping) or "categories" not in meta:
+        raise InputError(
+            f"{path} does not say which categories it detects: make it with `cldetr convert`, "
+            "or use a model.pth of a run"
+        )
+    rows = [category["name"] for category in meta["categories"]]
+    known = list(meta.get("seen", rows))
+    wanted = [scenario.categories[label].name for label in scenario.phases[0].classes]
+    problems = [f"does not know {name!r}" for name in wanted if name not in known]
+    problems += [f"knows {name!r}, not of phase 1" for name in known if name not in wanted]
+    if problems:
+        raise InputError.listing(
+            f"{path} is not a detector of the first phase's classes:", problems
+        )
+    place = {name: row for row, name in enumerate(rows)}
+    labels = torch.tensor(scenario.phases[0].classes)
+    sources = torch.tensor([place[name] for name in wanted])
+    found, current = _tensors(state), detector.state_dict()
+    fitted = dict(found)
+    for key, value in current.items():
+        if key.startswith(_CLASS_HEAD) and key in found:
+            if len(found[key]) - len(rows) != len(value) - len(scenario.categories):
+                raise InputError(
+                    f"{path}: {key} has {len(found[key])} rows for {len(rows)} categories; "
+                    "it is another kind of detector"
+                )
+            fitted[key] = value.clone()
+            fitted[key][labels] = found[key][sources].to(value)
+            fitted[key][len(scenario.categories) :] = found[key][len(rows) :].to(value)
+    load_into(detector, fitted, path)
+    logger.info("phase 1 is the trained detector %s (%d categories)", path, len(wanted))
+
+
+def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights in a checkpoint's dictionary, arrays as tensors."""
+    weights = state.get("model", state)
+    return {
+        key: torch.as_tensor(value)
+        for key, value in weights.items()
+        if isinstance(value, Tensor) or hasattr(value, "__array__")
+    }
