@@ -5,11 +5,12 @@ import io
 from pathlib import Path
 
 import numpy as np
+from pycocotools.coco import COCO
+from pycocotools.cocoeval import COCOeval
+
 from cldetr.data.coco import CocoData
 from cldetr.engine.average_precision import Detections
 from cldetr.scenario import Category
-from pycocotools.coco import COCO
-from pycocotools.cocoeval import COCOeval
 
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import torch
+
 from cldetr.engine.evaluation import IncrementalEvaluator
 
 

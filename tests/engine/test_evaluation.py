@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cldetr.engine.average_precision import METRICS, Detections, GroundTruth
-from cldetr.engine.evaluation import IncrementalEvaluator, to_scalars
-from cldetr.errors import InputError
-from cldetr.scenario import Category, Phase, Scenario
 from detectron2.data import MetadataCatalog
 from detectron2.evaluation import COCOEvaluator, inference_on_dataset
 from detectron2.evaluation.testing import flatten_results_dict
 from detectron2.structures import Boxes, Instances
+
+from cldetr.engine.average_precision import METRICS, Detections, GroundTruth, Source
+from cldetr.engine.evaluation import IncrementalEvaluator, to_scalars
+from cldetr.errors import InputError
+from cldetr.scenario import Category, Phase, Scenario
 
 from .coco_oracle import make_data, make_detections, run_pycocotools, to_coco_dict
 
@@ -163,6 +164,8 @@ BOX = [20.0, 20.0, 100.0, 100.0]
 def two_images():
     """Class 0 on image 10, class 1 on image 20, and a detection of both classes on both."""
     truth = GroundTruth(
+        sources=(Source("pets", frozenset({0, 1})),),
+        image_sources=np.zeros(2, np.int64),
         image_ids=np.array([10, 20]),
         images=np.array([0, 1]),
         labels=np.array([0, 1]),
@@ -243,7 +246,7 @@ def test_reset_forgets_earlier_predictions(two_images):
 
 def test_image_unknown_to_the_ground_truth_is_refused(two_images):
     truth, scenario, batch = two_images
-    with pytest.raises(InputError, match="Image id 30"):
+    with pytest.raises(InputError, match="image 30 of pets"):
         evaluate(IncrementalEvaluator(truth, scenario, 2), [({"image_id": 30}, batch[0][1])])
 
 
@@ -251,8 +254,37 @@ def test_image_unknown_to_the_ground_truth_is_refused(two_images):
 def test_detection_that_is_not_finite_stops_naming_the_image(two_images, box, score):
     truth, scenario, batch = two_images
     bad = [(batch[0][0], {"instances": to_instances([box], [0], [score])})]
-    with pytest.raises(FloatingPointError, match="image id 10"):
+    with pytest.raises(FloatingPointError, match="image 10 of pets"):
         evaluate(IncrementalEvaluator(truth, scenario, 2), bad)
+
+
+def test_images_of_several_data_sets_are_told_apart_by_their_source(two_images):
+    truth, scenario, batch = two_images
+    street = GroundTruth(
+        sources=(Source("street", frozenset({1})),),
+        image_sources=truth.image_sources,
+        image_ids=truth.image_ids,
+        images=np.array([1]),
+        labels=np.array([1]),
+        boxes=truth.boxes[1:],
+        areas=truth.areas[1:],
+        crowd=truth.crowd[1:],
+    )
+    both = GroundTruth.join([truth, street])
+    named = [
+        ({**entry, "source": name}, out) for name in ("pets", "street") for entry, out in batch
+    ]
+
+    entry = evaluate(IncrementalEvaluator(both, scenario, 2), named)
+
+    # Detections of a cat on the street's images are not judged: the numbers of "pets" alone.
+    alone = evaluate(IncrementalEvaluator(truth, scenario, 2), batch)
+    assert entry["per_category"]["cat"] == alone["per_category"]["cat"]
+    with pytest.raises(InputError, match="image 10 of town"):
+        evaluate(
+            IncrementalEvaluator(both, scenario, 2),
+            [({"image_id": 10, "source": "town"}, batch[0][1])],
+        )
 
 
 def test_categories_of_the_same_name_are_refused(two_images):

@@ -46,7 +46,8 @@ def test_a_directory_in_use_names_its_owner(tmp_path):
     holder = Ledger(tmp_path)
     holder.open(recipe(), resume=False)
     code = (
-        "import sys; from cldetr.engine.ledger import Ledger; from cldetr.errors import InputError\n"
+        "import sys\nfrom cldetr.engine.ledger import Ledger\n"
+        "from cldetr.errors import InputError\n"
         "try:\n    Ledger(sys.argv[1])._lock()\n"
         "except InputError as error:\n    print(error)"
     )

@@ -4,11 +4,12 @@ import csv
 import json
 
 import pytest
+
 from cldetr.engine.average_precision import METRICS
 from cldetr.engine.results import (
     format_matrix,
     format_table,
-    read_results,
+    load_results,
     summarise,
     write_results,
 )
@@ -117,8 +118,8 @@ def test_phases_missing_or_out_of_order_are_refused(phases, kept):
 
 
 def test_results_are_read_back_as_written(results, tmp_path):
-    write_results(tmp_path, results)
-    assert read_results(tmp_path / "results.json") == results
+    write_results(results, tmp_path)
+    assert load_results(tmp_path / "results.json") == results
     assert results["format"] == 1
     assert [entry["stage"] for entry in results["phases"]] == ["train", "calibrate", "calibrate"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results.csv", "results.json"]
@@ -128,12 +129,12 @@ def test_results_are_read_back_as_written(results, tmp_path):
 def test_file_that_is_not_results_of_this_format_is_refused(tmp_path, text):
     (tmp_path / "results.json").write_text(text)
     with pytest.raises(InputError, match=r"results\.json"):
-        read_results(tmp_path / "results.json")
+        load_results(tmp_path / "results.json")
 
 
 def test_csv_has_a_row_for_each_phase_and_group_with_empty_cells_for_na(results, tmp_path):
     results["phases"][0]["per_category"]["class 0"]["APs"] = None
-    write_results(tmp_path, results)
+    write_results(results, tmp_path)
     with open(tmp_path / "results.csv", newline="") as stream:
         rows = list(csv.DictReader(stream))
     # Phase 1 has no old classes: 2 + 1 + 1 rows; then 3 + 2 + 2 and 3 + 3 + 3.

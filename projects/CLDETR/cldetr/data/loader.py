@@ -7,9 +7,9 @@ or processes sees the same samples, and a resumed run continues with the very ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +17,13 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cldetr.data.mapper import Mapper
 from cldetr.errors import InputError
+
+
+class Entries(Protocol):
+    """Images with annotations in Detectron2's format: a view, or a list of dictionaries."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,7 @@ class SampleOrder:
 class PositionDataset(Dataset):
     """The samples of one stage, addressed by position."""
 
-    def __init__(self, entries: Sequence[Any], mapper: Mapper, order: SampleOrder) -> None:
+    def __init__(self, entries: Entries, mapper: Mapper, order: SampleOrder) -> None:
         assert len(entries) == order.images
         self.entries = entries
         self.mapper = mapper
@@ -114,7 +121,7 @@ def train_loader(
 class MappedDataset(Dataset):
     """Entries of a view through a test mapper, in order."""
 
-    def __init__(self, entries: Sequence[Any], mapper: Mapper) -> None:
+    def __init__(self, entries: Entries, mapper: Mapper) -> None:
         self.entries = entries
         self.mapper = mapper
 

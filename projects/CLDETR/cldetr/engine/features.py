@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from torch import nn
 from tqdm import tqdm
 
 from cldetr.data.herding import ObjectFeatures
 from cldetr.data.mapper import Augmentation, Mapper
 from cldetr.data.views import View
+from cldetr.modeling.detector import Detector
 from cldetr.modeling.structures import DetrOutput
 
 
 @torch.no_grad()
 def object_features(
-    detector: nn.Module, view: View, classes: tuple[int, ...], augmentation: Augmentation
+    detector: Detector, view: View, classes: tuple[int, ...], augmentation: Augmentation
 ) -> ObjectFeatures:
     """Computes one feature for every object of a view, at test size.
 
@@ -46,6 +46,7 @@ def object_features(
         output = detector.predict(detector.preprocess([entry]))
         last = DetrOutput(output.logits[-1:], output.boxes[-1:])
         matches = detector.criterion.matcher(last, [target])
+        assert output.features is not None
         features.append(output.features[0, matches.queries[0]].float().cpu().numpy())
         matched = target.labels[matches.labels[0]].tolist()
         labels += [place_of[label] for label in matched]

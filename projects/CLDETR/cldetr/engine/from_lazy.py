@@ -19,12 +19,12 @@ from typing import Any
 import yaml
 from detectron2.config import LazyConfig, instantiate
 from omegaconf import DictConfig, OmegaConf
-from torch import nn
 
 from cldetr.config import suggest
 from cldetr.engine.recipe import ModelSettings, Recipe
 from cldetr.engine.settings import build_settings
 from cldetr.errors import InputError
+from cldetr.modeling.detector import Detector
 
 _TRUSTED = ("cldetr.", "detectron2.", "torch.nn.")
 _SECTIONS = tuple(
@@ -60,7 +60,7 @@ def _model(cfg: DictConfig) -> ModelSettings:
         raise InputError.listing("start takes weights and detector, not:", unknown)
     tree = cfg.model
 
-    def build(num_classes: int) -> nn.Module:
+    def build(num_classes: int) -> Detector:
         own = tree.copy()
         own.num_classes = num_classes
         return instantiate(own)

@@ -7,7 +7,6 @@ from typing import Any
 
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
-from torch import nn
 
 from cldetr.config import load_config
 from cldetr.data.mapper import Augmentation
@@ -22,6 +21,7 @@ from cldetr.engine.recipe import (
 )
 from cldetr.engine.settings import build_settings
 from cldetr.methods.method import Method
+from cldetr.modeling.detector import Detector
 
 
 def recipe_from_yaml(path: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -101,7 +101,7 @@ def _model(cfg: CfgNode) -> ModelSettings:
         if key not in ("WEIGHTS", "DETECTOR", "DEVICE")
     }
 
-    def build(num_classes: int) -> nn.Module:
+    def build(num_classes: int) -> Detector:
         own = cfg.clone()
         own.defrost()
         own.MODEL.DETR.NUM_CLASSES = num_classes

@@ -13,12 +13,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import nn
-
 from cldetr.data.mapper import Augmentation
 from cldetr.errors import InputError
 from cldetr.files import sha256_json
 from cldetr.methods.method import Method
+from cldetr.modeling.detector import Detector
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ class ModelSettings:
     """
 
     description: Mapping[str, Any]
-    build: Callable[[int], nn.Module]
+    build: Callable[[int], Detector]
     weights: str = ""
     detector: str = ""
 

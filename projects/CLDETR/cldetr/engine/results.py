@@ -176,7 +176,9 @@ def _phase_lines(entry: Mapping[str, Any]) -> list[str]:
     # In the first phase nothing is old and all is new.
     names = ("all",) if entry["old"] is None else ("all", "old", "new")
     labels = [f"after phase {entry['phase']}", "", ""]
-    return [_line(label, name, _cells(entry[name])) for label, name in zip(labels, names)]
+    return [
+        _line(label, name, _cells(entry[name])) for label, name in zip(labels, names, strict=False)
+    ]
 
 
 def _csv_rows(results: Mapping[str, Any]) -> Iterator[list[Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cldetr.data.loader import PositionDataset, SampleOrder, train_loader
 from cldetr.data.mapper import Mapper
 from cldetr.data.memory import ExemplarMemory
+from cldetr.data.views import View
 from cldetr.engine.checkpoint import latest_checkpoint, load_into, load_state, save_state
 from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.ledger import Ledger, read_json
@@ -163,7 +164,7 @@ class IncrementalRun:
         phase: int,
         stage: str,
         learner: Learner,
-        entries: Sequence[Any],
+        entries: View,
         schedule: StageSchedule,
         stop: StopRequest,
     ) -> None:

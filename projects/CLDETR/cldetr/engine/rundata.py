@@ -9,7 +9,6 @@ from typing import Any
 
 from detectron2.data import build_detection_test_loader
 from detectron2.utils import comm
-from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
@@ -26,6 +25,7 @@ from cldetr.engine.features import object_features
 from cldetr.engine.recipe import Recipe
 from cldetr.errors import InputError
 from cldetr.methods.method import MemoryRule
+from cldetr.modeling.detector import Detector
 from cldetr.scenario import BASE, Scenario, make_scenario, make_separate_scenario
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class RunData:
         return View(self.scenario.categories, parts, self.train, name="exemplars")
 
     def select_exemplars(
-        self, phase: int, rule: MemoryRule, before: ExemplarMemory, detector: nn.Module
+        self, phase: int, rule: MemoryRule, before: ExemplarMemory, detector: Detector
     ) -> ExemplarMemory:
         """E_1:i from E_1:i−1: chooses the phase's exemplars (Alg. 2)."""
         view = self.train_entries(phase)
@@ -188,7 +188,7 @@ class RunData:
 
 
 def locate(reference: str) -> tuple[str, str]:
-    """The annotation file and image folder of `ANNOTATIONS.json:IMAGE_FOLDER` or a registered name."""
+    """The annotation file and image folder of a reference (see `DataSettings.train`)."""
     head, mark, folder = reference.partition(".json:")
     if mark:
         return f"{head}.json", folder

@@ -8,19 +8,19 @@ from typing import Any
 
 import torch
 from detectron2.evaluation import inference_on_dataset
-from torch import nn
 
 from cldetr.engine.checkpoint import load_into, load_state
 from cldetr.engine.evaluation import IncrementalEvaluator
 from cldetr.engine.recipe import Recipe
 from cldetr.engine.rundata import RunData
 from cldetr.errors import InputError
+from cldetr.modeling.detector import Detector
 
 logger = logging.getLogger(__name__)
 
 
 def score_detector(
-    detector: nn.Module, data: RunData, phase: int, restrict_images: bool = False
+    detector: Detector, data: RunData, phase: int, restrict_images: bool = False
 ) -> dict[str, Any]:
     """Evaluates a detector as it is after a phase; an empty dict on all but the main process."""
     seen = torch.zeros(len(data.scenario.categories), dtype=torch.bool, device=detector.device)

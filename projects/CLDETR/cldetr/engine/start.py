@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from detectron2.utils.file_io import PathManager
-from torch import Tensor, nn
+from torch import Tensor
 
 from cldetr.engine.checkpoint import load_into, load_state
 from cldetr.errors import InputError
+from cldetr.modeling.detector import Detector
 from cldetr.scenario import Scenario
 
 logger = logging.getLogger(__name__)
@@ -19,7 +20,7 @@ logger = logging.getLogger(__name__)
 _CLASS_HEAD = "class_embed."  # parameters whose first axis runs over the classes
 
 
-def initialise(detector: nn.Module, weights: str) -> None:
+def initialise(detector: Detector, weights: str) -> None:
     """Loads initial weights of the first phase: a backbone, or a detector of the same classes.
 
     Args:
@@ -47,7 +48,7 @@ def initialise(detector: nn.Module, weights: str) -> None:
     )
 
 
-def load_trained_detector(detector: nn.Module, path: str, scenario: Scenario) -> None:
+def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> None:
     """Loads a trained detector as the result of the first phase.
 
     Its file says which categories it knows (files of ours and converted ones do). They must be the

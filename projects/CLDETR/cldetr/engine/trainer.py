@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -84,11 +84,11 @@ class StageTrainer(SimpleTrainer):
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         device = self._parameters[0].device.type
-        self._autocast = dict(
-            device_type=device,
-            dtype=torch.bfloat16 if settings.amp == "bfloat16" else torch.float16,
-            enabled=settings.amp != "off",
-        )
+        self._autocast = {
+            "device_type": device,
+            "dtype": torch.bfloat16 if settings.amp == "bfloat16" else torch.float16,
+            "enabled": settings.amp != "off",
+        }
         self.scaler = torch.amp.GradScaler(device, enabled=settings.amp == "float16")
 
     @property
@@ -252,19 +252,6 @@ def build_optimizer(detector: nn.Module, settings: OptimizerSettings) -> torch.o
         weight_decay=settings.weight_decay,
         fused=True,
     )
-
-
-def build_hooks(
-    writers: Callable[[], list[Any]], period: int, checkpoint: CheckpointHook
-) -> list[HookBase]:
-    """Detectron2's timer and writers around our checkpoints."""
-    from detectron2.engine import hooks
-
-    chain: list[HookBase] = [hooks.IterationTimer(warmup_iter=3)]
-    if comm.is_main_process():
-        chain.append(hooks.PeriodicWriter(writers(), period=period))
-    chain.append(checkpoint)
-    return chain
 
 
 def _torch_seed(parts: tuple[int, ...]) -> int:

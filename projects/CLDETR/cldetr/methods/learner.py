@@ -14,18 +14,23 @@ from detectron2.utils.events import EventStorage, get_event_storage
 from torch import Tensor, nn
 
 from cldetr.methods.pseudo import MergeCounts, PseudoRule, make_pseudo_labels, merge_batch
-from cldetr.modeling.structures import DetrOutput, Target
+from cldetr.modeling.detector import Detector
+from cldetr.modeling.structures import DetrOutput, ImageBatch, Target
 
 
 class Learner(nn.Module):
     """Trains a detector in one stage, with labels completed by a frozen model where asked."""
 
+    _seen: Tensor
+    _teacher_classes: Tensor
+    _annotated: Tensor | None
+
     def __init__(
         self,
-        detector: nn.Module,
+        detector: Detector,
         *,
         seen: Sequence[int],
-        teacher: nn.Module | None = None,
+        teacher: Detector | None = None,
         teacher_classes: Sequence[int] = (),
         rule: PseudoRule | None = None,
         annotated: Sequence[Sequence[int]] | None = None,
@@ -66,7 +71,7 @@ class Learner(nn.Module):
         self._teacher = () if teacher is None else (teacher,)
 
     @property
-    def teacher(self) -> nn.Module | None:
+    def teacher(self) -> Detector | None:
         """The frozen model, if this stage has one."""
         return self._teacher[0] if self._teacher else None
 
@@ -85,7 +90,7 @@ class Learner(nn.Module):
 
     @torch.no_grad()
     def _distill(
-        self, images: Any, truths: list[Target], batched_inputs: list[dict[str, Any]]
+        self, images: ImageBatch, truths: list[Target], batched_inputs: list[dict[str, Any]]
     ) -> tuple[list[Target], bool]:
         """Labels a batch with the teacher and merges (Alg. 1, lines 5-7).
 
@@ -128,7 +133,7 @@ class Learner(nn.Module):
             storage.put_scalar("pseudo/overflow", counts.overflow)
 
 
-def freeze(detector: nn.Module, classes: Sequence[int]) -> nn.Module:
+def freeze(detector: Detector, classes: Sequence[int]) -> Detector:
     """Makes a frozen copy of a detector that knows `classes`: evaluation mode, no gradients."""
     teacher = copy.deepcopy(detector).eval()
     teacher.visible_classes = _mask(classes, detector.num_classes).to(detector.device)
