@@ -1,0 +1,152 @@
+"""Greedy exemplar choice (Eq. 6) at the size of COCO's first phase in 70+10: ours against dense.
+
+    python benchmarks/exemplars.py
+
+The data are drawn: 103,500 images, 70 of 80 classes, with the long tail, the classes per image and
+the objects per class of COCO. The dense NumPy greedy (one matrix of log shares per choice) would
+take a quarter of an hour, so it is timed on steps spread evenly over the run, each from the state
+that our choices have reached, and extrapolated; each of its choices is compared with ours.
+
+Process time of one thread; medians of alternating rounds. Prints a table and a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from cldetr.data.counts import ClassCounts, kl_curve
+from cldetr.data.exemplars import select_random
+from cldetr.data.greedy_kl import Objective, choose_greedily, compiled_is_loaded
+
+
+def draw_counts(images: int, seed: int = 0) -> ClassCounts:
+    """Draws class counts like those of COCO, of which a phase sees 70 classes of 80."""
+    rng = np.random.default_rng(seed)
+    classes, visible, most = 80, 70, 15
+    popularity = (np.arange(classes) + 1.5) ** -1.0
+    popularity[0] *= 6  # person
+    kinds = 1 + rng.negative_binomial(1.2, 0.38, images).clip(max=most - 1)  # classes per image
+    keys = np.log(popularity) + rng.gumbel(size=(images, classes))  # a draw without replacement
+    order = np.argsort(-keys, axis=1)[:, :most]
+    present = np.arange(most) < kinds[:, None]
+    labels = rng.permutation(classes)[order[present]]
+    sizes = np.arange(1, 27)
+    share = sizes**-1.95
+    objects = rng.choice(sizes, len(labels), p=share / share.sum())  # objects per class and image
+    kept = labels < visible
+    return ClassCounts.from_objects(
+        np.repeat(np.nonzero(present)[0][kept], objects[kept]),
+        np.repeat(labels[kept], objects[kept]),
+        images,
+        visible,
+    )
+
+
+class DenseGreedy:
+    """Eq. 6 as one would write it down: every image's log shares, weighted and summed."""
+
+    def __init__(self, counts: ClassCounts) -> None:
+        self.dense = np.zeros((counts.num_images, counts.num_classes))
+        self.dense[counts.rows, counts.labels] = counts.counts
+        self.sizes = self.dense.sum(1)
+        totals = self.dense.sum(0)
+        self.shares = totals / totals.sum()
+
+    def step(self, before: np.ndarray) -> tuple[int, float, float]:
+        """The choice after `before`, its lead over the best image unlike it, and the seconds."""
+        held = self.dense[before].sum(0)
+        free = self.sizes > 0
+        free[before] = False
+        start = time.process_time()
+        after = held + self.dense
+        scores = np.log(after / after.sum(1, keepdims=True)) @ self.shares
+        scores[~free] = -np.inf
+        best = int(np.argmax(scores))
+        seconds = time.process_time() - start
+        unlike = (self.dense != self.dense[best]).any(1)
+        return best, float(scores[best] - scores[unlike].max()), seconds
+
+
+def choose(counts: ClassCounts, number: int, way: str) -> np.ndarray:
+    """Our choice, all preparation included."""
+    return choose_greedily(Objective.classes(counts), number, way == "compiled")
+
+
+def timed(run: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
+    """The result of `run` and the process time it took."""
+    start = time.process_time()
+    result = run()
+    return result, time.process_time() - start
+
+
+def main() -> None:
+    """Runs the comparison and prints it."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--images", type=int, default=103_500)
+    parser.add_argument("--budget", type=float, default=0.1)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dense-steps", type=int, default=40)
+    args = parser.parse_args()
+
+    counts = draw_counts(args.images)
+    number = round(args.images * args.budget)
+    ways = ["numpy"] + ["compiled"] * compiled_is_loaded()
+    if "compiled" not in ways:
+        print("the operators are not compiled (`cldetr build`): only NumPy is timed")
+    seconds: dict[str, list[float]] = {way: [] for way in [*ways, "dense"]}
+    chosen: dict[str, np.ndarray] = {}
+    dense = DenseGreedy(counts)
+    agreed, leads = 0, []
+
+    for way in ways:
+        chosen[way] = choose(counts, number, way)
+    reference = chosen[ways[0]]
+    covered = int(np.isfinite(kl_curve(counts, reference)).argmax()) + 1
+    steps = np.linspace(covered, number - 1, args.dense_steps).astype(int)
+    for part in np.array_split(steps, args.rounds):  # alternating
+        for way in ways:
+            again, spent = timed(partial(choose, counts, number, way))
+            assert (again == chosen[way]).all()
+            seconds[way].append(spent)
+        for step in part:
+            best, lead, spent = dense.step(reference[:step])
+            seconds["dense"].append(spent)
+            agreed += best == reference[step]
+            leads.append(lead)
+
+    medians = {way: statistics.median(spent) for way, spent in seconds.items()}
+    medians["dense"] *= number
+    sizes = counts.instances()
+    report = {
+        "images": args.images,
+        "classes": counts.num_classes,
+        "choices": number,
+        "seconds": {way: round(value, 3) for way, value in medians.items()},
+        "dense": f"extrapolated from {len(steps)} steps",
+        "times_faster": {way: round(medians["dense"] / medians[way]) for way in ways},
+        "dense_choices_equal": f"{agreed} of {len(steps)}",
+        "least_lead": min(leads),
+        "ways_equal": all((chosen[way] == reference).all() for way in ways),
+        "kl": float(kl_curve(counts, reference)[-1]),
+        "kl_random": float(select_random(counts, number).kl[-1]),
+        "objects_per_labelled_image": {
+            "data": round(float(sizes[sizes > 0].mean()), 2),
+            "exemplars": round(float(sizes[reference].mean()), 2),
+        },
+    }
+    print(f"{'way':10} {'seconds':>9} {'times faster':>13}")
+    for way, value in medians.items():
+        print(f"{way:10} {value:9.2f} {medians['dense'] / value:13,.0f}")
+    print(f"dense: extrapolated from {len(steps)} steps; {agreed} of them chose what ours chose")
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

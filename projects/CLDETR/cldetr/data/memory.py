@@ -1,0 +1,330 @@
+"""The exemplar memory E_1:i: which images were kept of each phase, and how they were chosen.
+
+On disk it is a folder that people can open:
+
+    memory.json              ids in order of choice, KL after each, counts per class, budget, seed
+    exemplars_phase1.json    the exemplars of phase 1 as a COCO file, with that phase's classes only
+
+`memory.json` is written last. It holds the digests of the other files and a hash of itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from cldetr.data.coco import CocoData
+from cldetr.data.counts import ClassCounts
+from cldetr.data.exemplars import Selection
+from cldetr.errors import InputError
+from cldetr.files import atomic_path, sha256_file, sha256_json, write_json
+from cldetr.scenario import BASE, Category, Scenario
+
+FORMAT = 1
+MEMORY_FILE = "memory.json"
+DIFFERENCES = 10  # named in a message; the rest is counted
+
+Sources = CocoData | Mapping[str, CocoData]  # the base data set, or the data sets by source
+
+
+@dataclass(frozen=True)
+class ClassRecord:
+    """One class of a phase and its objects, crowd regions left out."""
+
+    label: int
+    name: str
+    objects_in_data: int
+    objects_in_exemplars: int
+
+
+@dataclass(frozen=True)
+class PhaseExemplars:
+    """E_i and the record of its choice."""
+
+    index: int
+    source: str
+    strategy: str
+    note: str
+    seed: int | None
+    budget: int | float  # as it was given
+    wanted: int  # R_i, what the budget came to
+    shortfall: int  # images fewer than wanted
+    classes: tuple[ClassRecord, ...]  # C_i
+    data_images: tuple[int, ...]  # images of D_i that hold 0, 1, 2, … objects of C_i
+    exemplar_images: tuple[int, ...]  # the same of E_i
+    image_ids: tuple[int, ...]  # in order of choice
+    kl: tuple[float | None, ...]  # KL(p_D ‖ p_E) after each choice; None while a class is missing
+
+    @classmethod
+    def of(
+        cls,
+        scenario: Scenario,
+        index: int,
+        counts: ClassCounts,
+        selection: Selection,
+        *,
+        strategy: str,
+        budget: float,
+        seed: int | None = None,
+    ) -> PhaseExemplars:
+        """Records what was selected from `counts`, the counts of phase `index`."""
+        phase = scenario.phase(index)
+        chosen = counts.take(selection.indices)
+        in_data, in_exemplars = counts.class_totals().tolist(), chosen.class_totals().tolist()
+        return cls(
+            index=index,
+            source=phase.source,
+            strategy=strategy,
+            note=selection.note,
+            seed=seed,
+            budget=budget,
+            wanted=selection.budget,
+            shortfall=selection.shortfall,
+            classes=tuple(
+                ClassRecord(label, scenario.categories[label].name, in_data[c], in_exemplars[c])
+                for c, label in enumerate(phase.classes)
+            ),
+            data_images=tuple(np.bincount(counts.instances()).tolist()),
+            exemplar_images=tuple(np.bincount(chosen.instances()).tolist()),
+            image_ids=tuple(phase.image_ids[place] for place in selection.indices),
+            kl=tuple(value if math.isfinite(value) else None for value in selection.kl.tolist()),
+        )
+
+
+@dataclass(frozen=True)
+class ExemplarMemory:
+    """E_1:i = E_1 ∪ … ∪ E_i, over the categories and data sets of a scenario."""
+
+    categories: tuple[Category, ...]  # a label is a place here
+    fingerprints: tuple[tuple[str, str], ...]  # (source, fingerprint of its annotation file)
+    phases: tuple[PhaseExemplars, ...]
+
+    @classmethod
+    def empty(cls, scenario: Scenario) -> ExemplarMemory:
+        """The memory before the first phase."""
+        return cls(scenario.categories, scenario.fingerprints, ())
+
+    def add(self, phase: PhaseExemplars) -> ExemplarMemory:
+        """E_1:i from E_1:i−1 and E_i (Algorithm 2, last line)."""
+        if phase.index != len(self.phases) + 1:
+            raise ValueError(f"phase {phase.index} cannot follow phase {len(self.phases)}")
+        return replace(self, phases=(*self.phases, phase))
+
+    @property
+    def image_ids(self) -> dict[int, tuple[int, ...]]:
+        """Phase index → image ids in order of choice: what `Scenario.exemplars` takes."""
+        return {phase.index: phase.image_ids for phase in self.phases}
+
+    def save(self, folder: str | os.PathLike[str], data: Sources) -> list[Path]:
+        """Writes the memory and a COCO file for each phase; returns the files, the memory last."""
+        folder = Path(folder)
+        files = []
+        for phase in self.phases:
+            source = data if isinstance(data, CocoData) else data[phase.source]
+            files.append(folder / f"exemplars_phase{phase.index}.json")
+            write_json(files[-1], coco_content(phase, self.categories, source), indent=None)
+        self.write(folder / MEMORY_FILE, {file.name: sha256_file(file) for file in files})
+        return [*files, folder / MEMORY_FILE]
+
+    def write(self, path: str | os.PathLike[str], files: Mapping[str, str] | None = None) -> None:
+        """Writes the memory alone, atomically; `files` are digests of others in its folder."""
+        content = {"format": FORMAT, "files": dict(files or {}), **msgspec.to_builtins(self)}
+        for phase, stored in zip(self.phases, content["phases"], strict=True):
+            stored["objects_per_image"] = {  # for the reader: it follows from the rest
+                "data": objects_per_image(phase.data_images),
+                "exemplars": objects_per_image(phase.exemplar_images),
+            }
+        content["hash"] = sha256_json(content)
+        with atomic_path(path) as partial:
+            partial.write_text(_render(content) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> ExemplarMemory:
+        """Reads a memory from its folder or its file; where anything was changed, it is refused."""
+        path = Path(path)
+        path = path / MEMORY_FILE if path.is_dir() else path
+        mend = "restore it, or take the one that a run's select stage or `cldetr exemplars` wrote"
+        try:
+            content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            stated = content.pop("hash", None)
+            if content.get("format") != FORMAT:
+                raise InputError(f"{path} is not an exemplar memory of format {FORMAT}: {mend}")
+            if sha256_json(content) != stated:
+                raise InputError(f"the memory {path} was changed after it was written: {mend}")
+            memory = msgspec.convert(content, cls)
+            files = msgspec.convert(content.get("files"), dict[str, str])
+        except OSError as error:
+            raise InputError(f"the memory {path} cannot be read: {error.strerror}") from None
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InputError(f"{path} is not an exemplar memory ({error}): {mend}") from None
+        for name, digest in files.items():
+            file = path.parent / Path(name).name
+            if not file.is_file() or sha256_file(file) != digest:
+                state = "was changed after it was written" if file.exists() else "is missing"
+                raise InputError(f"{file}, a part of the memory {path}, {state}: {mend}")
+        return memory
+
+    def check(self, scenario: Scenario, data: Sources) -> None:
+        """Stops where the memory does not fit the scenario and the data it is to be used with."""
+        sources = {BASE: data} if isinstance(data, CocoData) else data
+        found = [*_scenario_differences(self, scenario), *_data_differences(self, sources)]
+        if not found:
+            for phase in self.phases:
+                found += _count_differences(phase, scenario, sources[phase.source])
+        if found:
+            raise InputError.listing(
+                f"the exemplar memory does not fit scenario {scenario.name} ({len(found)} "
+                "differences); use the one that was chosen for it, or choose exemplars again:",
+                found,
+                most=DIFFERENCES,
+            )
+
+
+def phase_counts(scenario: Scenario, index: int, data: CocoData) -> ClassCounts:
+    """Counts the objects of C_i in the images of D_i, from the phase's data set.
+
+    Crowd regions are left out: they are no training targets.
+    """
+    phase = scenario.phase(index)
+    label_in_data = {category.name: label for label, category in enumerate(data.categories)}
+    place = np.full(len(data.categories), -1)  # of each of the data set's labels in C_i
+    for number, label in enumerate(phase.classes):
+        place[label_in_data[scenario.categories[label].name]] = number
+    images, objects = _objects_of(data, data.numbers_of(phase.image_ids))
+    labels = place[data.labels[objects]]
+    kept = (labels >= 0) & ~data.crowd[objects]
+    return ClassCounts.from_objects(
+        images[kept], labels[kept], len(phase.image_ids), len(phase.classes)
+    )
+
+
+def coco_content(
+    phase: PhaseExemplars, categories: tuple[Category, ...], data: CocoData
+) -> dict[str, Any]:
+    """The exemplars of a phase in COCO's format, with the phase's classes only.
+
+    Images stand in order of choice. Category ids are the scenario's: those of the annotation file,
+    unless the phases come from separate files.
+    """
+    own = [categories[record.label] for record in sorted(phase.classes, key=lambda r: r.label)]
+    id_of = {category.name: category.id for category in own}
+    ids = [id_of.get(category.name) for category in data.categories]
+    numbers = data.numbers_of(phase.image_ids)
+    images, objects = _objects_of(data, numbers)
+    return {
+        "images": [
+            {
+                "id": int(data.image_ids[number]),
+                "file_name": data.file_names[number],
+                "width": int(data.widths[number]),
+                "height": int(data.heights[number]),
+            }
+            for number in numbers.tolist()
+        ],
+        "annotations": [
+            {
+                "id": int(data.object_ids[row]),
+                "image_id": phase.image_ids[image],
+                "category_id": ids[data.labels[row]],
+                "bbox": data.boxes[row].tolist(),
+                "area": float(data.areas[row]),
+                "iscrowd": int(data.crowd[row]),
+            }
+            for image, row in zip(images.tolist(), objects.tolist(), strict=True)
+            if ids[data.labels[row]] is not None
+        ],
+        "categories": [{"id": category.id, "name": category.name} for category in own],
+    }
+
+
+def objects_per_image(images: tuple[int, ...]) -> float | None:
+    """Mean number of objects over the images that hold any, from images with 0, 1, 2, … objects."""
+    labelled = sum(images[1:])
+    return sum(n * count for n, count in enumerate(images)) / labelled if labelled else None
+
+
+def _objects_of(data: CocoData, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The objects of some images: the place of each one's image in `numbers`, and its row."""
+    lengths = np.diff(data.starts)[numbers]
+    images = np.repeat(np.arange(len(numbers)), lengths)
+    within = np.arange(len(images)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    return images, data.starts[numbers][images] + within
+
+
+def _scenario_differences(memory: ExemplarMemory, scenario: Scenario) -> Iterator[str]:
+    for label in range(max(len(memory.categories), len(scenario.categories))):
+        noted = memory.categories[label] if label < len(memory.categories) else None
+        actual = scenario.categories[label] if label < len(scenario.categories) else None
+        if noted != actual:
+            yield f"label {label} is {noted} in the memory, {actual} in the scenario"
+    for phase in memory.phases:
+        if phase.index > len(scenario.phases):
+            yield f"phase {phase.index} is not in the scenario"
+            continue
+        planned = scenario.phase(phase.index)
+        labels = [record.label for record in phase.classes]
+        if labels != list(planned.classes):
+            yield (
+                f"phase {phase.index} has labels {labels} in the memory, {list(planned.classes)} "
+                "in the scenario"
+            )
+        if phase.source != planned.source:
+            yield f"phase {phase.index} is of data set {phase.source!r}, not {planned.source!r}"
+        strangers = set(phase.image_ids) - set(planned.image_ids)
+        for image in phase.image_ids:
+            if image in strangers:
+                yield f"exemplar {image} of phase {phase.index} is not an image of that phase"
+
+
+def _data_differences(memory: ExemplarMemory, sources: Mapping[str, CocoData]) -> Iterator[str]:
+    for source, fingerprint in memory.fingerprints:
+        if source not in sources:
+            yield f"data set {source!r} is missing"
+        elif sources[source].fingerprint != fingerprint:
+            yield (
+                f"the annotation file of data set {source!r} is "
+                f"{sources[source].fingerprint[:12]}…, the memory was chosen from "
+                f"{fingerprint[:12]}…"
+            )
+
+
+def _count_differences(phase: PhaseExemplars, scenario: Scenario, data: CocoData) -> Iterator[str]:
+    counts = phase_counts(scenario, phase.index, data)
+    places = {image: place for place, image in enumerate(scenario.phase(phase.index).image_ids)}
+    chosen = counts.take(np.array([places[image] for image in phase.image_ids], np.int64))
+    totals = zip(counts.class_totals().tolist(), chosen.class_totals().tolist(), strict=True)
+    for record, (in_data, in_exemplars) in zip(phase.classes, totals, strict=True):
+        if (record.objects_in_data, record.objects_in_exemplars) != (in_data, in_exemplars):
+            yield (
+                f"phase {phase.index} has {in_data} objects of {record.name!r}, {in_exemplars} of "
+                f"them in exemplars; the memory says {record.objects_in_data} and "
+                f"{record.objects_in_exemplars}"
+            )
+
+
+def _render(content: dict[str, Any]) -> str:
+    """JSON that people can read: one line to a small object, long lists in full lines."""
+    lines = textwrap.TextWrapper(100, initial_indent="    ", subsequent_indent="    ")
+    lines.break_on_hyphens = False  # 1e-06 is one number
+
+    def pack(match: re.Match[str]) -> str:
+        opening, inside, closing = match.groups()
+        flat = re.sub(r"\n *", " ", re.sub(r"\A\n *|\n *\Z", "", inside))
+        if len(flat) < 90:
+            return opening + flat + closing
+        return f"[\n{lines.fill(flat)}\n   ]" if opening == "[" else match[0]
+
+    text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
+    # A bracket at the end of a line is never inside a string, where a line break is written "\n".
+    text = re.sub(r'(\[)(\n[^][{}"]*)(\])', pack, text)
+    return re.sub(r"(\{)(\n[^][{}]*)(\})", pack, text)

@@ -1,0 +1,219 @@
+"""The greedy choice of Eq. 6 against a twin that scores every image in exact arithmetic."""
+
+from fractions import Fraction
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cldetr.data import greedy_kl
+from cldetr.data.counts import ClassCounts, kl_curve
+from cldetr.data.greedy_kl import Objective, choose_greedily, instance_bins
+
+
+@pytest.fixture(params=["numpy", "compiled"])
+def compiled(request):
+    if request.param == "compiled" and not greedy_kl.compiled_is_loaded():
+        pytest.skip("the operators are not compiled: run `cldetr build`")
+    return request.param == "compiled"
+
+
+def exhaustive(objective: Objective, number: int) -> list[int]:
+    """Eq. 6 with the limit of smoothing, image by image, in whole numbers.
+
+    Σ_c W_c log(E_c + k_c) − W log(T + n) orders images as ∏_c (E_c + k_c)^W_c / (T + n)^W does.
+    """
+    counts = objective.counts
+    dense = np.zeros((counts.num_images, counts.num_classes), object)
+    dense[counts.rows, counts.labels] = counts.counts
+    weights = objective.weights.tolist()
+    held, total, chosen = [0] * counts.num_classes, 0, []
+    for _ in range(min(number, np.count_nonzero(objective.sizes))):
+        scores = {}
+        for image in np.flatnonzero(objective.sizes).tolist():
+            if image not in chosen:
+                after = [have + int(more) for have, more in zip(held, dense[image], strict=True)]
+                covered = sum(w for w, value in zip(weights, after, strict=True) if value)
+                product = prod(v**w for w, v in zip(weights, after, strict=True) if v)
+                size = total + int(objective.sizes[image])
+                scores[image] = covered, Fraction(product, size**objective.scale)
+        best = max(scores, key=lambda image: (scores[image], -image))
+        chosen.append(best)
+        held = [have + int(more) for have, more in zip(held, dense[best], strict=True)]
+        total += int(objective.sizes[best])
+    return chosen
+
+
+image_lists = st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=1, max_size=14)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=image_lists, number=st.integers(1, 14))
+def test_numpy_choice_equals_exhaustive_greedy(rows, number):
+    objective = Objective.classes(ClassCounts.from_labels(rows, 5))
+    assert choose_greedily(objective, number, False).tolist() == exhaustive(objective, number)
+
+
+@settings(max_examples=150, deadline=None)
+@given(rows=image_lists, number=st.integers(1, 14))
+def test_compiled_choice_equals_exhaustive_greedy(rows, number):
+    if not greedy_kl.compiled_is_loaded():
+        pytest.skip("the operators are not compiled: run `cldetr build`")
+    objective = Objective.classes(ClassCounts.from_labels(rows, 5))
+    assert choose_greedily(objective, number, True).tolist() == exhaustive(objective, number)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=8))
+def test_joint_choice_equals_exhaustive_greedy(rows):
+    objective = Objective.classes_and_instances(ClassCounts.from_labels(rows, 3))
+    assert choose_greedily(objective, 8, False).tolist() == exhaustive(objective, 8)
+
+
+def random_counts(seed: int, images: int, classes: int) -> ClassCounts:
+    """Images as in COCO: classes of very unequal frequency, few to an image, often repeated."""
+    rng = np.random.default_rng(seed)
+    share = (np.arange(classes) + 1.0) ** -1.2
+    rows = [
+        np.repeat(
+            rng.choice(classes, kinds, replace=False, p=share / share.sum()),
+            rng.zipf(1.9, kinds).clip(max=20),
+        ).tolist()
+        for kinds in rng.integers(0, 5, images)
+    ]
+    return ClassCounts.from_labels(rows, classes)
+
+
+def test_each_choice_has_the_least_divergence(compiled):
+    counts = random_counts(0, 400, 12)
+    objective = Objective.classes(counts)
+    chosen = choose_greedily(objective, 60, compiled)
+    data, dense = counts.class_totals(), np.zeros((400, 12))
+    dense[counts.rows, counts.labels] = counts.counts
+    covered = np.flatnonzero(np.isfinite(kl_curve(counts, chosen)))[0]
+    for step in range(covered + 1, 60):
+        after = dense[chosen[:step]].sum(0) + dense
+        q = after / after.sum(1, keepdims=True)
+        p = data / data.sum()
+        kl = (p * np.log(p / q)).sum(1)
+        kl[chosen[:step]] = np.inf
+        kl[counts.instances() == 0] = np.inf
+        assert kl[chosen[step]] <= kl.min() + 1e-12
+
+
+def test_numpy_and_compiled_choose_alike_over_many_refreshes():
+    if not greedy_kl.compiled_is_loaded():
+        pytest.skip("the operators are not compiled: run `cldetr build`")
+    for objective in (
+        Objective.classes(random_counts(1, 3000, 30)),
+        Objective.classes_and_instances(random_counts(2, 3000, 30)),
+    ):
+        np.testing.assert_array_equal(
+            choose_greedily(objective, 1800, False), choose_greedily(objective, 1800, True)
+        )
+
+
+def test_fresh_sums_do_not_change_the_choice(monkeypatch, compiled):
+    objective = Objective.classes(random_counts(3, 1000, 20))
+    seldom = choose_greedily(objective, 300, compiled)
+    monkeypatch.setattr(greedy_kl, "_REFRESH", 1)
+    np.testing.assert_array_equal(choose_greedily(objective, 300, compiled), seldom)
+
+
+def test_all_labelled_images_can_be_chosen(compiled):
+    counts = random_counts(4, 500, 8)
+    chosen = choose_greedily(Objective.classes(counts), 10_000, compiled)
+    assert sorted(chosen) == np.flatnonzero(counts.instances()).tolist()
+
+
+def test_of_equal_images_the_first_is_chosen(compiled):
+    objective = Objective.classes(ClassCounts.from_labels([[1], [0], [0], [1], [1, 0], [0, 1]], 2))
+    # First 4 and 5, which cover both classes at once; from then on every pair is as good.
+    assert choose_greedily(objective, 6, compiled).tolist() == [4, 5, 0, 1, 2, 3]
+
+
+def test_equal_scores_of_unlike_images_are_ties(compiled):
+    # Weights 1 and 2; once one object of 0 and one of 1 are held, three more of 0 make 4^1 of its
+    # factor, one more of 1 makes 2^2: the same product, though not the same sum in floating point.
+    counts = ClassCounts.from_labels([[0, 0, 0], [0, 1], [1]], 2)
+    objective = Objective(counts, np.array([1, 2]), np.array([1, 1, 1]), 3)
+    assert choose_greedily(objective, 3, compiled).tolist() == [1, 0, 2]
+    swapped = Objective(counts.take(np.array([2, 1, 0])), objective.weights, objective.sizes, 3)
+    assert choose_greedily(swapped, 3, compiled).tolist() == [1, 0, 2]
+
+
+def test_a_difference_below_rounding_is_still_a_difference(compiled):
+    # The weights differ by one in 10^17: as float64 they are the same number.
+    counts = ClassCounts.from_labels([[0], [1], [0], [1]], 2)
+    weights = np.array([10**17, 10**17 + 1])
+    objective = Objective(counts, weights, counts.instances(), int(weights.sum()))
+    assert choose_greedily(objective, 4, compiled).tolist() == [1, 0, 3, 2]
+
+
+def test_covering_prefers_the_larger_share_then_the_finite_part(compiled):
+    rows = [[0], [1, 2], [0, 1], [0, 0, 0, 1], [3]]
+    objective = Objective.classes(ClassCounts.from_labels(rows, 4))
+    # p ∝ (5, 3, 1, 1). Images 2 and 3 cover 8 of 10; log shares: 5/10 ln ½ + 3/10 ln ½ = −0.55
+    # against 5/10 ln ¾ + 3/10 ln ¼ = −0.56. Then 1 and 4 cover one class each: (1, 2, 1) in
+    # 4 objects against (1, 1, 1) in 3.
+    chosen = choose_greedily(objective, 5, compiled).tolist()
+    assert chosen == exhaustive(objective, 5)
+    assert chosen[0] == 2
+    assert set(chosen[1:3]) == {1, 4}
+
+
+def test_images_without_a_label_are_no_candidates(compiled):
+    # Once [0, 1] is held the match is perfect: any labelled image makes it worse, an empty one
+    # would not. It must not be chosen for that.
+    objective = Objective.classes(ClassCounts.from_labels([[], [0, 1], [], [0], [1]], 2))
+    assert choose_greedily(objective, 5, compiled).tolist() == [1, 3, 4]
+
+
+def test_no_labels_at_all_choose_nothing(compiled):
+    objective = Objective.classes(ClassCounts.from_labels([[], []], 2))
+    assert choose_greedily(objective, 1, compiled).tolist() == []
+    assert Objective.classes_and_instances(objective.counts).scale == 0
+
+
+def test_progress_adds_up(compiled):
+    calls: list[int] = []
+    objective = Objective.classes(random_counts(5, 900, 10))
+    choose_greedily(objective, 700, compiled, calls.append)
+    assert sum(calls) == 700
+
+
+def test_bins_of_instances_double_every_two():
+    numbers = np.arange(1, 33)
+    edges = numbers[np.flatnonzero(np.diff(instance_bins(numbers), prepend=-1))]
+    assert edges.tolist() == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+
+
+def test_joint_objective_keeps_the_number_of_objects_per_image():
+    counts = random_counts(6, 3000, 15)
+    sizes = counts.instances()
+    plain = choose_greedily(Objective.classes(counts), 300, False)
+    joint = choose_greedily(Objective.classes_and_instances(counts), 300, False)
+    wanted = sizes[sizes > 0].mean()
+    assert abs(sizes[joint].mean() - wanted) < abs(sizes[plain].mean() - wanted) / 2
+    assert kl_curve(counts, joint)[-1] < 1e-2
+
+
+def test_compiled_loop_refuses_arrays_that_do_not_fit():
+    if not greedy_kl.compiled_is_loaded():
+        pytest.skip("the operators are not compiled: run `cldetr build`")
+    import torch
+
+    one, two = torch.ones(1, dtype=torch.int64), torch.tensor([0, 1])
+    floats = torch.ones(1, dtype=torch.float64)
+    zero = torch.zeros(1, dtype=torch.int64)
+    good = [floats, one, one, one, two, two, zero, one, two, zero, one, floats]
+    numbers = (1, 1.0, 0, 10, 1)
+    run = torch.ops.cldetr.exemplar_run
+    assert run(*[tensor.clone() for tensor in good], *numbers).tolist() == [0]
+    for place, wrong in [(0, floats.float()), (5, zero), (6, one), (9, one), (4, two.flip(0))]:
+        bad = [tensor.clone() for tensor in good]
+        bad[place] = wrong
+        with pytest.raises(RuntimeError, match="exemplar_run"):
+            run(*bad, *numbers)
