@@ -118,12 +118,12 @@ def register_views(
         prefix: tells scenarios apart.
         evaluation: one data set, or several by a key; its categories are matched by name.
     """
-    sources, digest = _by_source(data), scenario_hash(scenario)
+    sources, digest = _Sources(scenario, data), scenario_hash(scenario)
     names = []
     for phase in scenario.phases:
         for kind, parts in (("phase", (phase.part(),)), ("joint", scenario.joint(phase.index))):
             names.append(view_name(prefix, kind, phase.index))
-            _register_training(names[-1], scenario, parts, sources, identity=digest)
+            _register_training(names[-1], parts, sources, identity=digest)
     if isinstance(evaluation, Mapping):
         tests = {view_name(prefix, "eval/", key): source for key, source in evaluation.items()}
     else:
@@ -152,7 +152,7 @@ def register_exemplars(
     name = view_name(prefix, "exemplars", max(image_ids))
     parts = scenario.exemplars(image_ids)
     identity = sha256_json([scenario_hash(scenario), [part.image_ids for part in parts]])
-    _register_training(name, scenario, parts, _by_source(data), identity=identity)
+    _register_training(name, parts, _Sources(scenario, data), identity=identity)
     return name
 
 
@@ -169,8 +169,23 @@ def register_from_manifest(
     return scenario
 
 
-def _by_source(data: Source | Mapping[str, Source]) -> Mapping[str, Source]:
-    return data if isinstance(data, Mapping) else {BASE: data}
+class _Sources:
+    """The data sets of a scenario, each opened and held against the scenario when first used."""
+
+    def __init__(self, scenario: Scenario, data: Source | Mapping[str, Source]) -> None:
+        self.scenario = scenario
+        self.given = data if isinstance(data, Mapping) else {BASE: data}
+        missing = [source for source, _ in scenario.fingerprints if source not in self.given]
+        if missing:
+            raise InputError.listing("data sets of the scenario were not given:", missing)
+        self._opened: dict[str, CocoData] = {}
+
+    def __getitem__(self, source: str) -> CocoData:
+        if source not in self._opened:
+            data = _open(self.given[source])
+            check_source(self.scenario, source, data)
+            self._opened[source] = data
+        return self._opened[source]
 
 
 def _open(source: Source) -> CocoData:
@@ -178,21 +193,12 @@ def _open(source: Source) -> CocoData:
 
 
 def _register_training(
-    name: str,
-    scenario: Scenario,
-    parts: tuple[Part, ...],
-    sources: Mapping[str, Source],
-    identity: str,
+    name: str, parts: tuple[Part, ...], sources: _Sources, identity: str
 ) -> None:
-    needed = {part.source: sources.get(part.source) for part in parts}
-    missing = [source for source, found in needed.items() if found is None]
-    if missing:
-        raise InputError.listing(f"{name} needs data sets that were not given:", missing)
+    scenario = sources.scenario
 
     def build() -> View:
-        data = {source: _open(sources[source]) for source in needed}
-        for source, one in data.items():
-            check_source(scenario, source, one)
+        data = {part.source: sources[part.source] for part in parts}
         return View(scenario.categories, parts, data, name)
 
     metadata = {
@@ -201,7 +207,8 @@ def _register_training(
             category.id: label for label, category in enumerate(scenario.categories)
         },
     }
-    _register(name, [identity, [_place(sources[source]) for source in needed]], build, metadata)
+    places = [_place(sources.given[part.source]) for part in parts]
+    _register(name, [identity, places], build, metadata)
 
 
 def _register_evaluation(name: str, scenario: Scenario, source: Source) -> None:

@@ -182,11 +182,14 @@ def differences(expected: Scenario, found: Scenario) -> list[str]:
             lines.append(f"phase {index}: {'new' if before is None else 'gone'}")
             continue
         if before.classes != now.classes:
-            lines.append(f"phase {index}: classes {before.classes} → {now.classes}")
+            names = (_names(expected, before.classes), _names(found, now.classes))
+            lines.append(f"phase {index}: {_set_difference(*names, 'classes')}")
         if before.source != now.source:
             lines.append(f"phase {index}: data set {before.source!r} → {now.source!r}")
         if before.image_ids != now.image_ids:
-            lines.append(f"phase {index}: {_image_difference(before.image_ids, now.image_ids)}")
+            lines.append(
+                f"phase {index}: {_set_difference(before.image_ids, now.image_ids, 'images')}"
+            )
     return lines
 
 
@@ -221,12 +224,13 @@ def _data_differences(scenario: Scenario, source: str, data: Annotations) -> Ite
                 yield f"{data.name}: label {label} is {_named(now)}, it was {_named(before)}"
     phases = [phase for phase in scenario.phases if phase.source == source]
     names = {category.name for category in data.categories}
+    known = np.append(np.sort(data.image_ids), -1)  # the last one catches ids beyond all
     for phase in phases:
         for label in phase.classes:
             if scenario.categories[label].name not in names:
                 yield f"{data.name}: no category {scenario.categories[label].name!r}"
-        missing = np.setdiff1d(np.array(phase.image_ids, dtype=np.int64), data.image_ids)
-        for image in missing.tolist():
+        ids = np.array(phase.image_ids, dtype=np.int64)
+        for image in ids[known[np.searchsorted(known[:-1], ids)] != ids].tolist():
             yield f"{data.name}: image {image} of phase {phase.index} is not in the file"
 
 
@@ -266,12 +270,17 @@ def _contradictions(manifest: _Manifest) -> list[str]:
     return problems
 
 
-def _image_difference(before: tuple[int, ...], now: tuple[int, ...]) -> str:
+def _set_difference(before: tuple[Any, ...], now: tuple[Any, ...], what: str) -> str:
     gone, new = sorted(set(before) - set(now)), sorted(set(now) - set(before))
     if not gone and not new:
-        return "the same images in another order"
-    few = ", ".join([f"−{image}" for image in gone[:3]] + [f"+{image}" for image in new[:3]])
-    return f"{len(gone)} images gone, {len(new)} new ({few}, …)"
+        return f"the same {what} in another order"
+    few = [f"−{one}" for one in gone[:3]] + [f"+{one}" for one in new[:3]]
+    rest = ", …" if len(gone) > 3 or len(new) > 3 else ""
+    return f"{len(gone)} {what} gone, {len(new)} new ({', '.join(few)}{rest})"
+
+
+def _names(scenario: Scenario, labels: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple(scenario.categories[label].name for label in labels)
 
 
 def _pairs(before: tuple[Any, ...], now: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:

@@ -1,0 +1,281 @@
+"""`cldetr split`: divide a data set into phases, show and audit the result, write it down."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cldetr.data.audit import audit_scenario
+from cldetr.data.coco import CocoData, load_coco
+from cldetr.data.export import write_part
+from cldetr.data.manifest import save_manifest
+from cldetr.errors import InputError
+from cldetr.files import write_json
+from cldetr.scenario import BASE, Scenario, make_scenario, make_separate_scenario
+
+ORDERS = ("id", "seed", "released")
+WIDTH = 96  # columns of the printed tables
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's options."""
+    what = parser.add_argument_group("what to divide")
+    what.add_argument("--annotations", type=Path, metavar="FILE", help="COCO instances file")
+    what.add_argument(
+        "--phases-from",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="instead: one COCO instances file per phase",
+    )
+    what.add_argument(
+        "--image-root",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="folder of the images (one, or one per file; default: the file's folder)",
+    )
+    what.add_argument(
+        "--bad-boxes",
+        choices=("stop", "drop"),
+        default="stop",
+        help="stop at boxes that make no sense, or leave them out and count them",
+    )
+    how = parser.add_argument_group("how to divide it")
+    how.add_argument(
+        "--scenario", metavar="SIZES", help="classes per phase: 70+10, 40+20x2, 15+1+1"
+    )
+    how.add_argument(
+        "--phases",
+        metavar="NAMES|FILE",
+        help="instead: category names, 'cat,dog;bird' (';' between phases), or a file with a line "
+        "per phase or a JSON list of lists",
+    )
+    how.add_argument(
+        "--protocol",
+        choices=("strict", "traditional"),
+        default="strict",
+        help="disjoint images (the paper's, default), or all images with an object of the phase",
+    )
+    how.add_argument(
+        "--order",
+        default="id",
+        metavar="|".join((*ORDERS, "FILE")),
+        help="of the classes: by id (default), shuffled by --class-seed, all that the released "
+        "code does, or a file with one name a line or a JSON list",
+    )
+    how.add_argument("--class-seed", type=int, metavar="N", help="default: 0")
+    how.add_argument("--data-seed", type=int, metavar="N", help="shuffles the images; default: 0")
+    how.add_argument("--partial", action="store_true", help="allow classes that no phase learns")
+    out = parser.add_argument_group("what to write")
+    out.add_argument("--out", type=Path, metavar="DIR", help="for manifest.json and audit.json")
+    out.add_argument("--write-json", action="store_true", help="and a COCO file per phase")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Makes the scenario, prints it, and writes what was asked for."""
+    if args.write_json and args.out is None:
+        raise InputError("--write-json needs --out DIR")
+    scenario, data = _make(args)
+    audit = audit_scenario(scenario, data)
+    for line in describe(scenario, audit, data):
+        print(line)
+    if args.out is not None:
+        digest = save_manifest(scenario, args.out / "manifest.json")
+        write_json(args.out / "audit.json", audit)
+        print(f"\nwrote {args.out / 'manifest.json'} ({digest[:12]}) and {args.out / 'audit.json'}")
+        written = [args.out / f"phase{phase.index}.json" for phase in scenario.phases]
+        if args.write_json:
+            for phase, path in zip(scenario.phases, written, strict=True):
+                write_part(path, phase.part(), data[phase.source], scenario.categories)
+                print(f"wrote {path}")
+        for path in sorted(set(args.out.glob("phase*.json")) - set(written * args.write_json)):
+            print(f"note: {path} was there before and is not of this scenario")
+    return 0
+
+
+def describe(
+    scenario: Scenario, audit: Mapping[str, Any], data: Mapping[str, CocoData]
+) -> Iterator[str]:
+    """The lines that the command prints: phases, categories, and what to know of them."""
+    how = {"strict": "disjoint images", "traditional": "images with objects of the phase"}
+    seeds = [
+        f"{what} seed {seed}"
+        for what, seed in (("class", scenario.class_seed), ("data", scenario.data_seed))
+        if seed is not None
+    ]
+    details = [
+        f"{scenario.protocol} ({how.get(scenario.protocol, 'a data set per phase')})",
+        f"classes by {scenario.order}",
+        *seeds,
+    ]
+    yield f"{scenario.name}: {', '.join(details)}"
+    for source, one in data.items():
+        yield f"{source}: {one.json_file} ({len(one.image_ids):,} images)"
+    yield ""
+    yield from _phase_table(audit["phases"])
+    for phase in audit["phases"]:
+        yield ""
+        yield f"phase {phase['index']}, instances per class"
+        yield from _columns(phase["instances_per_class"])
+    yield ""
+    yield from _findings(scenario, audit)
+
+
+def _phase_table(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    header = ["phase", "classes", "images", "annotated", "without", "instances", "crowd"]
+    header += ["old hidden", "later hidden"]
+    rows = [
+        [
+            phase["index"],
+            phase["classes"],
+            phase["images"],
+            phase["annotated"],
+            phase["empty"],
+            phase["instances"],
+            phase["crowd"],
+            phase["hidden"]["old"],
+            phase["hidden"]["future"],
+        ]
+        for phase in phases
+    ]
+    cells = [header, *([f"{value:,}" for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    for row in cells:
+        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+
+
+def _columns(counts: Mapping[str, int]) -> Iterator[str]:
+    """Names with counts, the most frequent first, down the columns of a page."""
+    ranked = sorted(counts.items(), key=lambda pair: -pair[1])
+    name_width = min(max(len(name) for name in counts), 30)
+    number_width = max(len(f"{count:,}") for count in counts.values())
+    cells = [f"{name[:30]:{name_width}} {count:{number_width},}" for name, count in ranked]
+    columns = max(WIDTH // (len(cells[0]) + 4), 1)
+    rows = -(-len(cells) // columns)
+    for row in range(rows):
+        yield "  " + "    ".join(cells[row::rows])
+
+
+def _findings(scenario: Scenario, audit: Mapping[str, Any]) -> Iterator[str]:
+    yield "audit"
+    shared = [
+        f"phases {pair['phases'][0]} and {pair['phases'][1]} share {pair['images']:,}"
+        for pair in audit["overlap"]
+    ]
+    wrong = " (the strict protocol allows none)" if shared and scenario.protocol == "strict" else ""
+    yield f"  image overlap: {'; '.join(shared) or 'none'}{wrong}"
+    for phase in audit["phases"]:
+        hidden = phase["hidden"]
+        total = sum(hidden.values())
+        never = f", {hidden['never']:,} never learnt" if hidden["never"] else ""
+        yield (
+            f"  phase {phase['index']}: {total:,} objects in {phase['images_with_hidden']:,} "
+            f"images stay unannotated ({hidden['old']:,} of old classes, {hidden['future']:,} of "
+            f"later ones{never})"
+        )
+        if phase["left_out"]:
+            yield f"  phase {phase['index']}: boxes left out at loading: {phase['left_out']:,}"
+    absent = [
+        f"{entry['class']} (phase {entry['phase']})" for entry in audit["classes_without_instances"]
+    ]
+    yield f"  classes without instances: {', '.join(absent) or 'none'}"
+    if audit["classes_never_learnt"]:
+        yield f"  classes never learnt: {', '.join(audit['classes_never_learnt'])}"
+    if audit["unused_images"]:
+        yield f"  images in no phase: {audit['unused_images']:,}"
+    if audit["repeated_files"]:
+        yield f"  images that share their file with another: {audit['repeated_files']:,}"
+
+
+def _make(args: argparse.Namespace) -> tuple[Scenario, dict[str, CocoData]]:
+    if args.phases_from:
+        if args.annotations or args.scenario or args.phases:
+            raise InputError(
+                "--phases-from makes a phase of each file: leave out --annotations, --scenario and "
+                "--phases"
+            )
+        sets = [
+            load_coco(file, root, name=f"phase{index}", bad_boxes=args.bad_boxes)
+            for index, (file, root) in enumerate(_roots(args.phases_from, args.image_root), 1)
+        ]
+        return make_separate_scenario(sets), {data.name: data for data in sets}
+    if args.annotations is None:
+        raise InputError("give --annotations FILE, or --phases-from FILE FILE …")
+    if (args.scenario is None) == (args.phases is None):
+        raise InputError("give either --scenario SIZES or --phases NAMES")
+    [(file, root)] = _roots([args.annotations], args.image_root)
+    order = args.order if args.order in ORDERS else _read_order(args.order)
+    phases = args.scenario if args.phases is None else _read_phases(args.phases)
+    data = load_coco(file, root, bad_boxes=args.bad_boxes)
+    scenario = make_scenario(
+        phases,
+        data,
+        protocol=args.protocol,
+        order=order,
+        class_seed=args.class_seed,
+        data_seed=args.data_seed,
+        partial=args.partial,
+    )
+    return scenario, {BASE: data}
+
+
+def _roots(files: Sequence[Path], roots: Sequence[Path] | None) -> list[tuple[Path, Path]]:
+    if roots is None:
+        roots = [file.parent for file in files]
+    elif len(roots) == 1:
+        roots = list(roots) * len(files)
+    elif len(roots) != len(files):
+        raise InputError(
+            f"--image-root names {len(roots)} folders for {len(files)} files: give one, or one each"
+        )
+    return list(zip(files, roots, strict=True))
+
+
+def _read_phases(text: str) -> list[list[str]]:
+    """Category names per phase, from the command line or from a file."""
+    lines: Sequence[Any] = text.split(";")
+    if _is_file(text):
+        lines = _read_list(Path(text))
+    phases = [
+        [name.strip() for name in line.split(",") if name.strip()]
+        if isinstance(line, str)
+        else line
+        for line in lines
+    ]
+    if not all(isinstance(p, list) and all(isinstance(n, str) for n in p) for p in phases):
+        raise InputError(f"{text}: give a JSON list of lists of category names")
+    return phases
+
+
+def _read_order(text: str) -> list[str]:
+    if not _is_file(text):
+        raise InputError(f"--order {text}: choose {', '.join(ORDERS)} or the file of an order")
+    names = _read_list(Path(text))
+    if not all(isinstance(name, str) for name in names):
+        raise InputError(f"{text}: give a JSON list of category names")
+    return names
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except OSError:  # a list of names may be longer than a path may be
+        return False
+
+
+def _read_list(path: Path) -> list[Any]:
+    """The entries of a JSON list, or the lines of a text file that are not empty."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    if text.lstrip().startswith("["):
+        try:
+            return list(json.loads(text))
+        except ValueError as error:
+            raise InputError(f"{path} is not valid JSON: {error}") from None
+    return [line.strip() for line in text.splitlines() if line.strip()]
