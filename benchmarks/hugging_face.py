@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from cldetr.modeling import DeformableDETR
 from detectron2.modeling.backbone import ResNet
 from torch import Tensor, nn
 from transformers import (
@@ -18,6 +17,8 @@ from transformers import (
     DeformableDetrForObjectDetection,
     ResNetConfig,
 )
+
+from cldetr.modeling import DeformableDETR
 
 # Ours → theirs, in order; every rule that matches is applied.
 _Rules = list[tuple[str, str | Callable[[re.Match[str]], str]]]

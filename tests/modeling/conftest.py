@@ -3,13 +3,14 @@
 import importlib.util
 from pathlib import Path
 
-import cldetr.modeling  # noqa: F401 (registers)
 import pytest
 import torch
-from cldetr.modeling.config import add_model_config
 from detectron2.config import get_cfg
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
+
+import cldetr.modeling  # noqa: F401 (registers)
+from cldetr.modeling.config import add_model_config
 
 
 def tiny_config(arch="DeformableDETR", **detr):
@@ -30,7 +31,7 @@ def tiny_config(arch="DeformableDETR", **detr):
     settings = {
         "NUM_CLASSES": 7,
         "NUM_QUERIES": 20,
-        "HIDDEN_DIM": 32,
+        "HIDDEN_DIM": 64,
         "HEADS": 4,
         "ENC_LAYERS": 2,
         "DEC_LAYERS": 3,
@@ -51,6 +52,30 @@ def randomise(model):
                 noise = torch.rand(tensor.shape, generator=generator) - 0.5
                 tensor += noise * (0.2 if tensor.dim() == 1 else 0.1)
     return model
+
+
+@pytest.fixture(name="tiny_config")
+def _tiny_config():
+    return tiny_config
+
+
+@pytest.fixture(name="example")
+def _example():
+    return example
+
+
+@pytest.fixture(scope="session")
+def config_file():
+    """Reads a file of `configs`."""
+
+    def read(name):
+        cfg = get_cfg()
+        add_model_config(cfg)
+        cfg.merge_from_file(str(Path(__file__).parents[2] / "configs" / name))
+        cfg.MODEL.DEVICE = "cpu"
+        return cfg
+
+    return read
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class MSDeformAttn(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Each head starts looking its own way, at points 1, 2 … cells away, all weighing equally."""
+        """Each head starts looking its own way, at points 1, 2 … cells away, weighing equally."""
         angles = torch.arange(self.heads, dtype=torch.float32) * (2 * math.pi / self.heads)
         rays = torch.stack([angles.cos(), angles.sin()], dim=-1)
         rays = rays / rays.abs().amax(dim=-1, keepdim=True)  # onto the square's border

@@ -176,4 +176,4 @@ def _projection(channels: int, dim: int, kernel: int) -> nn.Sequential:
     nn.init.xavier_uniform_(conv.weight)
     assert conv.bias is not None
     nn.init.zeros_(conv.bias)
-    return nn.Sequential(conv, nn.GroupNorm(math.gcd(32, dim), dim))
+    return nn.Sequential(conv, nn.GroupNorm(math.gcd(32, dim // 2), dim))
