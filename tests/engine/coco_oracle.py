@@ -18,14 +18,15 @@ METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 def make_data(rng, images=12, classes=5, objects=4.0, crowd=0.1, without=()):
     """Makes an annotation file's arrays: boxes on a grid, so that overlaps tie and meet thresholds.
 
-    Image and category ids have gaps, images stand in no order, some have no object, areas are not
-    those of the boxes and often sit exactly on 32² and 96², and classes `without` have no object.
+    Image and category ids have gaps, images stand in no order, some have no object, some boxes are
+    empty, areas are not those of the boxes and often sit exactly on 32² and 96², and classes
+    `without` have no object.
     """
     counts = rng.poisson(objects, images) * (rng.random(images) < 0.85)
     total = int(counts.sum())
     present = np.setdiff1d(np.arange(classes), without)
     boxes = np.concatenate(
-        [rng.integers(0, 8, (total, 2)) * 10, rng.integers(1, 12, (total, 2)) * 10], axis=1
+        [rng.integers(0, 8, (total, 2)) * 10, rng.integers(0, 12, (total, 2)) * 10], axis=1
     ).astype(np.float64)
     areas = boxes[:, 2] * boxes[:, 3] * rng.uniform(0.4, 1.0, total)
     areas = np.where(rng.random(total) < 0.3, rng.choice([32.0**2, 96.0**2], total), areas)
