@@ -136,7 +136,8 @@ class Ledger:
         path = self.root / "lock"
         self._lock_file = open(path, "a+")  # noqa: SIM115 - held while the run lasts
         try:
-            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A record lock, which loader processes do not inherit: they may outlive a killed run.
+            fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             self._lock_file.seek(0)
             owner = self._lock_file.read().strip() or "another process"

@@ -52,8 +52,8 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
     """Loads a trained detector as the result of the first phase.
 
     Its file says which categories it knows (files of ours and converted ones do). They must be the
-    first phase's, by name; their rows of the class head go where the scenario has these classes,
-    and the rows of classes to come stay as initialised.
+    first phase's, by name. The rows of the class head go where the scenario has their categories;
+    rows of categories that the file does not have stay as initialised.
     """
     state = load_state(path)
     meta = state.get("cldetr")
@@ -71,9 +71,9 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
         raise InputError.listing(
             f"{path} is not a detector of the first phase's classes:", problems
         )
-    place = {name: row for row, name in enumerate(rows)}
-    labels = torch.tensor(scenario.phases[0].classes)
-    sources = torch.tensor([place[name] for name in wanted])
+    names = [category.name for category in scenario.categories]
+    pairs = [(names.index(name), row) for row, name in enumerate(rows) if name in names]
+    labels, sources = (torch.tensor(column) for column in zip(*pairs, strict=True))
     found, current = _tensors(state), detector.state_dict()
     fitted = dict(found)
     for key, value in current.items():

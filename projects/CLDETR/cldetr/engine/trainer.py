@@ -81,7 +81,6 @@ class StageTrainer(SimpleTrainer):
         self.steps = steps
         self.seed = seed
         self._skipped = 0
-        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         device = self._parameters[0].device.type
         self._autocast = {
@@ -104,9 +103,9 @@ class StageTrainer(SimpleTrainer):
         data_time = time.perf_counter() - start
 
         factor = self.schedule.lr_factor(self.step, self.steps_per_epoch)
-        for group, lr in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
-            group["lr"] = lr * factor
-        self.storage.put_scalar("lr", self._base_lrs[0] * factor, smoothing_hint=False)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["base_lr"] * factor
+        self.storage.put_scalar("lr", self.settings.lr * factor, smoothing_hint=False)
         self.learner.progress = self.step / max(self.steps - 1, 1)
         torch.manual_seed(_torch_seed((*self.seed, self.step, comm.get_rank())))
 
@@ -244,7 +243,7 @@ def build_optimizer(detector: nn.Module, settings: OptimizerSettings) -> torch.o
     factors = {"rest": 1.0, "backbone": settings.backbone_factor, "slow": settings.slow_factor}
     return torch.optim.AdamW(
         [
-            {"params": parameters, "lr": settings.lr * factors[name]}
+            {"params": parameters, "base_lr": settings.lr * factors[name]}
             for name, parameters in groups.items()
             if parameters
         ],

@@ -1,0 +1,29 @@
+"""A data set and a detector so small that a whole run takes seconds."""
+
+from pathlib import Path
+
+import pytest
+
+from cldetr.data.shapes import ShapesOptions, ensure_shapes
+from cldetr.engine.from_yaml import recipe_from_yaml
+
+TINY = str(Path(__file__).parent / "tiny.yaml")
+
+
+@pytest.fixture(scope="session")
+def tiny_shapes(tmp_path_factory):
+    """The overrides that point a config to the tiny data set."""
+    options = ShapesOptions(train_images=36, val_images=8, size=64, categories=4, seed=3)
+    paths = ensure_shapes(tmp_path_factory.mktemp("shapes") / "tiny", options)
+    references = [f"{paths.annotations(x)}:{paths.images(x)}" for x in ("train", "val")]
+    return ["DATASETS.TRAIN", f"['{references[0]}']", "DATASETS.TEST", f"['{references[1]}']"]
+
+
+@pytest.fixture(scope="session")
+def tiny_recipe(tiny_shapes):
+    """Makes a recipe of the tiny run with overrides."""
+
+    def make(folder, *overrides):
+        return recipe_from_yaml(TINY, [*tiny_shapes, "OUTPUT_DIR", str(folder), *overrides])
+
+    return make

@@ -1,0 +1,217 @@
+"""Whole runs: every stage happens, stopping anywhere changes nothing, bad starts are refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from detectron2.engine import DefaultPredictor
+
+from cldetr.config import load_config
+from cldetr.engine.checkpoint import load_state
+from cldetr.engine.run import IncrementalRun
+from cldetr.engine.trainer import StageTrainer
+from cldetr.errors import InputError
+
+from .conftest import TINY
+
+
+def artefacts(folder):
+    """What a run ends with: weights, memory and metrics."""
+    weights = {
+        path.relative_to(folder).as_posix(): load_state(path)["model"]
+        for path in sorted(folder.glob("phase*/*/model.pth"))
+    }
+    texts = {
+        path.relative_to(folder).as_posix(): path.read_text()
+        for pattern in ("phase*/select/*.json", "phase*/evaluate/metrics.json", "results.json")
+        for path in sorted(folder.glob(pattern))
+        if path.name != "stage.json"
+    }
+    return weights, texts
+
+
+def assert_same(folder, other):
+    weights, texts = artefacts(folder)
+    other_weights, other_texts = artefacts(other)
+    assert texts == other_texts
+    assert weights.keys() == other_weights.keys()
+    for path, state in weights.items():
+        for key, value in state.items():
+            assert torch.equal(value, other_weights[path][key]), f"{path}: {key}"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_recipe):
+    """An uninterrupted run to compare with."""
+    folder = tmp_path_factory.mktemp("finished")
+    IncrementalRun(tiny_recipe(folder)).run()
+    return folder
+
+
+def test_a_run_goes_through_every_stage_and_ends_in_a_table(finished):
+    done = {path.parent.relative_to(finished).as_posix() for path in finished.rglob("stage.json")}
+    assert done == {
+        *(f"phase1/{stage}" for stage in ("train", "select", "evaluate")),
+        *(f"phase2/{stage}" for stage in ("train", "select", "calibrate", "evaluate")),
+    }
+    results = json.loads((finished / "results.json").read_text())
+    assert [phase["phase"] for phase in results["phases"]] == [1, 2]
+    assert results["fpp"] is not None
+    assert set(results["phases"][1]["new"]) == {"AP", "AP50", "AP75", "APs", "APm", "APl"}
+    assert (finished / "results.csv").exists()
+    assert not list(finished.rglob("checkpoints"))
+
+
+def test_a_finished_run_resumes_to_the_same_without_training(finished, tiny_recipe, monkeypatch):
+    def refuse(self):
+        raise AssertionError("a finished stage trained again")
+
+    monkeypatch.setattr(StageTrainer, "run_step", refuse)
+    before = artefacts(finished)[1]
+    IncrementalRun(tiny_recipe(finished), resume=True).run()
+    assert artefacts(finished)[1] == before
+
+
+class Stop(Exception):
+    """Stands for a crash at a chosen moment."""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_crashes_all_along_change_nothing(finished, tiny_recipe, tmp_path, monkeypatch, workers):
+    # The run crashes after 3 steps again and again, in every training stage, and goes on.
+    step = StageTrainer.run_step
+    budget = [0]
+
+    def limited(self):
+        if budget[0] == 0:
+            raise Stop
+        budget[0] -= 1
+        step(self)
+
+    monkeypatch.setattr(StageTrainer, "run_step", limited)
+    crashes = 0
+    while not (tmp_path / "results.json").exists():
+        budget[0] = 3
+        recipe = tiny_recipe(tmp_path, "DATALOADER.NUM_WORKERS", str(workers))
+        run = None
+        try:
+            run = IncrementalRun(recipe, resume=crashes > 0)
+            run.run()
+        except Stop:
+            crashes += 1
+            run.ledger.close()
+    assert crashes >= 4
+    assert_same(tmp_path, finished)
+
+
+def start(folder, shapes, *more):
+    command = [sys.executable, "-W", "ignore", "train_net.py", "--config-file", TINY, *more]
+    return subprocess.Popen(
+        [*command, *shapes, "OUTPUT_DIR", str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(path, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not path.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert path.exists(), process.communicate()[0]
+
+
+def test_kill_and_sigterm_are_survived(finished, tiny_shapes, tmp_path):
+    first = start(tmp_path, tiny_shapes)
+    wait_for(tmp_path / "phase1/train/checkpoints/step_00000002.json", first)
+    first.kill()
+    first.wait()
+    second = start(tmp_path, tiny_shapes, "--resume")
+    wait_for(tmp_path / "phase2/train/checkpoints", second)
+    second.send_signal(signal.SIGTERM)
+    said = second.communicate(timeout=60)[0]
+    assert second.returncode == 143, said
+    third = start(tmp_path, tiny_shapes, "--resume")
+    said = third.communicate(timeout=120)[0]
+    assert third.returncode == 0, said
+    assert "after phase 2" in said
+    assert_same(tmp_path, finished)
+
+
+def test_three_phases_with_label_completion(tiny_recipe, tmp_path):
+    overrides = ["SCENARIO.NAME", "2+1x2", "METHOD.CALIBRATE.COMPLETE.ENABLED", "True"]
+    results = IncrementalRun(tiny_recipe(tmp_path, *overrides)).run()
+    assert len(results["phases"]) == 3
+    assert len(results["matrix"][2]) == 3
+    memory = json.loads((tmp_path / "phase3/select/memory.json").read_text())
+    assert [phase["index"] for phase in memory["phases"]] == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param(
+            ["METHOD.PSEUDO.ENABLED", "False", "METHOD.MEMORY.ENABLED", "False"]
+            + ["METHOD.CALIBRATE.ENABLED", "False"],
+            id="fine-tuning",
+        ),
+        pytest.param(
+            ["METHOD.PSEUDO.ENABLED", "False", "METHOD.MEMORY.ENABLED", "False"]
+            + ["METHOD.CALIBRATE.ENABLED", "False", "METHOD.JOINT", "True"],
+            id="joint",
+        ),
+        pytest.param(["METHOD.MEMORY.STRATEGY", "herding"], id="herding"),
+        pytest.param(["METHOD.PSEUDO.SELECT", "curriculum", "METHOD.PSEUDO.SOFT", "False"], id="p"),
+        pytest.param(["SOLVER.ACCUMULATE", "2", "SOLVER.AMP.ENABLED", "True"], id="small-gpu"),
+        pytest.param(["SCENARIO.PROTOCOL", "traditional", "METHOD.UNSEEN", "negative"], id="old"),
+    ],
+)
+def test_other_methods_run_through_the_same_engine(tiny_recipe, tmp_path, overrides):
+    results = IncrementalRun(tiny_recipe(tmp_path, *overrides)).run()
+    assert results["phases"][1]["all"]["AP"] is not None
+
+
+def test_a_trained_detector_can_be_the_first_phase(finished, tiny_recipe, tmp_path):
+    given = finished / "phase1/train/model.pth"
+    IncrementalRun(tiny_recipe(tmp_path, "MODEL.DETECTOR", str(given))).run()
+    assert_same(tmp_path, finished)  # all that follows phase 1 is as if it had been trained here
+    facts = json.loads((tmp_path / "phase1/train/stage.json").read_text())["facts"]
+    assert facts["steps"] == 0
+
+
+def test_a_detector_of_other_classes_is_refused_as_the_first_phase(finished, tiny_recipe, tmp_path):
+    later = finished / "phase2/calibrate/model.pth"
+    run = IncrementalRun(tiny_recipe(tmp_path, "MODEL.DETECTOR", str(later)))
+    with pytest.raises(InputError, match="not of phase 1"):
+        run.run()
+    run.ledger.close()
+
+
+def test_a_model_of_a_run_loads_in_the_default_predictor(finished, tiny_shapes):
+    cfg = load_config(TINY, tiny_shapes)
+    cfg.MODEL.WEIGHTS = str(finished / "phase2/calibrate/model.pth")
+    cfg.MODEL.DETR.NUM_CLASSES = 4
+    cfg.DATASETS.TEST = ()
+    image = torch.randint(0, 255, (64, 80, 3), dtype=torch.uint8).numpy()
+    instances = DefaultPredictor(cfg)(image)["instances"]
+    assert instances.image_size == (64, 80)
+    assert len(instances) > 0
+
+
+def test_eval_only_repeats_the_runs_last_numbers(finished, tiny_shapes):
+    process = start(finished, tiny_shapes, "--eval-only")
+    said = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, said
+    metrics = json.loads((finished / "phase2/evaluate/metrics.json").read_text())
+    assert f"{metrics['all']['AP50']:.1f}" in said
+
+
+def test_the_data_may_not_change_under_a_run(finished, tiny_recipe):
+    with pytest.raises(InputError, match="scenario"):
+        IncrementalRun(tiny_recipe(finished, "SCENARIO.DATA_SEED", "5"), resume=True)
