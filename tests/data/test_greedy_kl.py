@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cldetr.data import greedy_kl
-from cldetr.data.counts import ClassCounts, kl_curve
+from cldetr.data.counts import ClassCounts, kl_curve, kl_divergence
 from cldetr.data.greedy_kl import Objective, choose_greedily, instance_bins
 
 
@@ -188,6 +188,27 @@ def test_bins_of_instances_double_every_two():
     numbers = np.arange(1, 33)
     edges = numbers[np.flatnonzero(np.diff(instance_bins(numbers), prepend=-1))]
     assert edges.tolist() == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]
+
+
+def test_each_joint_choice_has_the_least_sum_of_divergences():
+    counts = random_counts(7, 150, 6)
+    sizes = counts.instances()
+    chosen = choose_greedily(Objective.classes_and_instances(counts), 40, False).tolist()
+    labelled = np.flatnonzero(sizes)
+    bins = np.bincount(instance_bins(sizes[labelled]))
+    checked = 0
+    for step in range(1, 40):
+        sums = {}
+        for image in set(labelled.tolist()) - set(chosen[:step]):
+            after = np.array([*chosen[:step], image])
+            held = np.bincount(instance_bins(sizes[after]), minlength=len(bins))
+            sums[image] = kl_divergence(
+                counts.class_totals(), counts.take(after).class_totals()
+            ) + kl_divergence(bins, held)
+        if np.isfinite(best := min(sums.values())):
+            assert sums[chosen[step]] <= best + 1e-12
+            checked += 1
+    assert checked > 20
 
 
 def test_joint_objective_keeps_the_number_of_objects_per_image():

@@ -58,7 +58,7 @@ class Objective:
 
     counts: ClassCounts  # k, one column per term
     weights: np.ndarray  # (C,) int64; w_c = weights[c] / scale
-    sizes: np.ndarray  # (I,) int64; n
+    sizes: np.ndarray  # (I,) int64; n: 0 for images without a label, else a function of the counts
     scale: int
 
     @classmethod
@@ -96,9 +96,9 @@ class Objective:
 
 
 def instance_bins(instances: np.ndarray) -> np.ndarray:
-    """Bins numbers of objects: 1, 2, 3, 4–5, 6–7, 8–11, 12–15, 16–23, …, two to each doubling.
+    """Sorts numbers of objects into bins 1, 2, 3, 4–5, 6–7, 8–11, 12–15, 16–23, …: two a doubling.
 
-    Wide bins where images are few: each bin has to be met by some exemplar.
+    They widen where images become few, since each bin has to be met by some exemplar.
     """
     power = np.log2(instances).astype(np.int64)
     upper_half = instances >= np.left_shift(3, np.maximum(power - 1, 0))
@@ -266,11 +266,8 @@ class _Holders:
 
     def __init__(self, rows: ClassCounts) -> None:
         by_column = rows.transpose()
-        self.starts, self.candidates, self.counts = (
-            by_column.indptr,
-            by_column.labels,
-            by_column.counts,
-        )
+        self.starts, self.candidates = by_column.indptr, by_column.labels
+        self.counts = by_column.counts
         self.numbers: list[np.ndarray] = []  # 0 … the highest count of each column
         # A column that many candidates hold (COCO's person) is quicker as a count for each of them.
         self.dense: dict[int, np.ndarray] = {}
