@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from transformers import (
     DeformableDetrConfig,
     DeformableDetrForObjectDetection,
+    DetrConfig,
+    DetrForObjectDetection,
     ResNetConfig,
 )
 
-from cldetr.modeling import DeformableDETR
+from cldetr.modeling import DETR, DeformableDETR
+from cldetr.modeling.detector import Detector
 
 # Ours → theirs, in order; every rule that matches is applied.
 _Rules = list[tuple[str, str | Callable[[re.Match[str]], str]]]
@@ -31,26 +34,40 @@ _BACKBONE: _Rules = [
     (r"\.norm\.convolution\.", ".normalization."),
     (r"\.norm\.", ".normalization."),
 ]
-_TRANSFORMER: _Rules = [
+_SHARED: _Rules = [
     (r"^transformer\.", "model."),
     (r"^(input_proj|query_embed)\.", r"model.\1."),
     (r"query_embed", "query_position_embeddings"),
     (r"\.linear(\d)\.", r".mlp.fc\1."),
     (r"\.out_proj\.", ".o_proj."),
-    (r"\.cross_attn\.", ".encoder_attn."),
     (r"(encoder.*)\.norm1\.", r"\1.self_attn_layer_norm."),
     (r"(encoder.*)\.norm2\.", r"\1.final_layer_norm."),
+    (r"(decoder.*)\.norm3\.", r"\1.final_layer_norm."),
+]
+_DEFORMABLE: _Rules = [
+    *_SHARED,
+    (r"\.cross_attn\.", ".encoder_attn."),
     (r"(decoder.*)\.norm2\.", r"\1.self_attn_layer_norm."),
     (r"(decoder.*)\.norm1\.", r"\1.encoder_attn_layer_norm."),
-    (r"(decoder.*)\.norm3\.", r"\1.final_layer_norm."),
+]
+_DETR: _Rules = [
+    *_SHARED,
+    (r"\.multihead_attn\.", ".encoder_attn."),
+    (r"(decoder.*)\.norm1\.", r"\1.self_attn_layer_norm."),
+    (r"(decoder.*)\.norm2\.", r"\1.encoder_attn_layer_norm."),
+    (r"decoder\.norm\.", "decoder.layernorm."),
+    (r"input_proj\.", "input_projection."),
+    (r"^class_embed", "class_labels_classifier"),
+    (r"^bbox_embed", "bbox_predictor"),
 ]
 
 
-def translate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames our parameters (or their gradients) to Hugging Face's names."""
+def translate(model: Detector, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Renames parameters of our model (or their gradients) to Hugging Face's names."""
     translated = {}
+    transformer_rules = _DETR if isinstance(model, DETR) else _DEFORMABLE
     for name, tensor in tensors.items():
-        rules = _BACKBONE if name.startswith("backbone.") else _TRANSFORMER
+        rules = _BACKBONE if name.startswith("backbone.") else transformer_rules
         for pattern, replacement in rules:
             name = re.sub(pattern, replacement, name)
         if "in_proj_" in name:
@@ -61,50 +78,66 @@ def translate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return translated
 
 
-def twin(model: DeformableDETR) -> DeformableDetrForObjectDetection:
-    """Builds Hugging Face's Deformable DETR with the structure, weights and dropout of `model`."""
-    transformer = model.transformer
-    encoder: Any = transformer.encoder.layers
-    decoder: Any = transformer.decoder.layers
+def twin(model: Detector) -> nn.Module:
+    """Builds Hugging Face's model with the structure, weights and dropout of ours."""
+    theirs: nn.Module
+    settings = _transformer_settings(model)
+    if isinstance(model, DeformableDETR):
+        encoder: Any = model.transformer.encoder.layers
+        decoder: Any = model.transformer.decoder.layers
+        settings |= {
+            "two_stage_num_proposals": model.num_queries,
+            "num_feature_levels": model.transformer.levels,
+            "encoder_n_points": encoder[0].self_attn.points,
+            "decoder_n_points": decoder[0].cross_attn.points,
+            "with_box_refine": model.box_refine,
+            "two_stage": model.transformer.two_stage,
+            "class_cost": 2,
+            "tie_word_embeddings": False,
+        }
+        theirs = DeformableDetrForObjectDetection(DeformableDetrConfig(**settings))
+        _untie_heads(theirs, model)
+    else:
+        # With auxiliary losses their decoder passes normalised states on to the next layer, unlike
+        # DETR, so that the last layer alone is comparable.
+        settings["auxiliary_loss"] = False
+        theirs = DetrForObjectDetection(DetrConfig(**settings))
+    state = translate(model, model.state_dict())
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    if unexpected or any(not re.search(r"decoder\.(bbox|class)_embed", x) for x in missing):
+        raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
+    # They freeze the whole of a ResNet that is not timm's (its stages are named otherwise than they
+    # look for); the stem and the first stage are meant.
+    for name, parameter in theirs.named_parameters():
+        if ".backbone." in name:
+            parameter.requires_grad_(bool(re.search(r"stages\.[123]\.", name)))
+    return theirs
+
+
+def _transformer_settings(model: Detector) -> dict[str, Any]:
+    transformer: Any = model.transformer
+    encoder, decoder = transformer.encoder.layers, transformer.decoder.layers
     dropout = encoder[0].dropout.p
-    settings: dict[str, Any] = {
+    heads = decoder[0].self_attn.num_heads
+    return {
         "backbone_config": _resnet_config(model.backbone, model.in_features),
         "d_model": transformer.dim,
         "num_queries": model.num_queries,
-        "two_stage_num_proposals": model.num_queries,
         "num_labels": model.num_classes,
-        "num_feature_levels": transformer.levels,
         "encoder_layers": len(encoder),
         "decoder_layers": len(decoder),
         "encoder_ffn_dim": encoder[0].linear1.out_features,
         "decoder_ffn_dim": decoder[0].linear1.out_features,
-        "encoder_attention_heads": encoder[0].self_attn.heads,
-        "decoder_attention_heads": decoder[0].cross_attn.heads,
-        "encoder_n_points": encoder[0].self_attn.points,
-        "decoder_n_points": decoder[0].cross_attn.points,
+        "encoder_attention_heads": heads,
+        "decoder_attention_heads": heads,
         "dropout": dropout,
         "attention_dropout": dropout,
         "activation_dropout": dropout,
-        "with_box_refine": model.box_refine,
-        "two_stage": transformer.two_stage,
         "auxiliary_loss": True,
-        "class_cost": 2,
-        "tie_word_embeddings": False,
     }
-    theirs = DeformableDetrForObjectDetection(DeformableDetrConfig(**settings))
-    _untie_heads(theirs, model)
-    state = translate(model.state_dict())
-    missing, unexpected = theirs.load_state_dict(state, strict=False)
-    if unexpected or any("decoder.bbox_embed" not in x and "class_embed" not in x for x in missing):
-        raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
-    # They freeze the whole of a ResNet that is not timm's (its stages are named otherwise than they
-    # look for); the stem and the first stage are meant.
-    for name, parameter in theirs.model.backbone.named_parameters():
-        parameter.requires_grad_(bool(re.search(r"stages\.[123]\.", name)))
-    return theirs
 
 
-def _untie_heads(theirs: DeformableDetrForObjectDetection, model: DeformableDETR) -> None:
+def _untie_heads(theirs: Any, model: DeformableDETR) -> None:
     """Shares heads exactly where our model does."""
     for name in ("class_embed", "bbox_embed"):
         heads = getattr(theirs, name)
@@ -142,10 +175,14 @@ def inputs(batch_tensor: Tensor, mask: Tensor) -> dict[str, Tensor]:
     return {"pixel_values": batch_tensor, "pixel_mask": (~mask).to(torch.int64)}
 
 
-def weighted_losses(loss_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Their losses under our names and weights (they weigh the class loss by 1, we by 2)."""
-    weights = {"loss_ce": ("loss_cls", 2.0), "loss_bbox": ("loss_bbox", 5.0)}
-    weights["loss_giou"] = ("loss_giou", 2.0)
+def weighted_losses(model: Detector, loss_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their losses under our names, with our weights."""
+    criterion = model.criterion
+    weights = {
+        "loss_ce": ("loss_cls", criterion.class_weight),
+        "loss_bbox": ("loss_bbox", criterion.box_weight),
+        "loss_giou": ("loss_giou", criterion.giou_weight),
+    }
     losses = {}
     for key, value in loss_dict.items():
         kind, number = re.match(r"(\D+?)(_\d+)?$", key).groups("")  # type: ignore[union-attr]

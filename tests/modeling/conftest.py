@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.config import get_cfg
+from detectron2.config import CfgNode, get_cfg
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 
@@ -38,8 +38,7 @@ def tiny_config(arch="DeformableDETR", **detr):
         "FFN_DIM": 48,
         "DROPOUT": 0.0,
     }
-    for key, value in (settings | detr).items():
-        cfg.MODEL.DETR[key] = value
+    cfg.MODEL.DETR.merge_from_other_cfg(CfgNode(settings | detr))
     return cfg
 
 

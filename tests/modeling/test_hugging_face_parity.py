@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 
 STRUCTURES = {
@@ -19,6 +20,36 @@ def test_padded_batch_gives_the_same_outputs_losses_and_gradients(
     if model.transformer.two_stage:
         make_padding_unattractive(model)
     compare(model, batch, hugging_face)
+
+
+def build_detr(build):
+    model = build(
+        arch="DETR",
+        EXACT_PADDING=False,
+        IN_FEATURES=["res5"],
+        LOSS=CfgNode({"CLASS_WEIGHT": 1.0, "AUX": False}),
+        COST=CfgNode({"CLASS": 1.0}),
+    )
+    with torch.no_grad():  # its features are not normalised: untrained ones are far too large
+        model.input_proj.weight *= 0.01
+    return model
+
+
+def test_detr_gives_the_same_outputs_losses_and_gradients(build, batch, hugging_face):
+    compare(build_detr(build), batch, hugging_face)
+
+
+def test_earlier_layers_of_detr_equal_a_shorter_detr(build, batch, hugging_face):
+    model = build_detr(build).eval()
+    images = model.preprocess(batch)
+    ours = model.predict(images)
+    theirs = hugging_face.twin(model).eval()
+    decoder = theirs.model.decoder
+    for layer in (1, 0):
+        decoder.layers = decoder.layers[: layer + 1]
+        expected = theirs(**hugging_face.inputs(images.tensor, images.mask))
+        assert_close(ours.logits[layer], expected.logits, atol=1e-5)
+        assert_close(ours.boxes[layer], expected.pred_boxes, atol=1e-6)
 
 
 def test_published_size_gives_the_same_outputs_losses_and_gradients(
@@ -50,11 +81,13 @@ def compare(model, batch, hugging_face):
     losses = {name: value for name, value in losses.items() if not name.endswith("_enc")}
     sum(losses.values()).backward()
     expected = theirs(**hugging_face.inputs(images.tensor, images.mask), labels=labels)
-    their_losses = hugging_face.weighted_losses(expected.loss_dict)
+    their_losses = hugging_face.weighted_losses(model, expected.loss_dict)
     sum(their_losses.values()).backward()
 
     last = {"logits": expected.logits, "pred_boxes": expected.pred_boxes}
-    for layer, wanted in enumerate([*expected.auxiliary_outputs, last]):
+    wanted_layers = [*(expected.auxiliary_outputs or []), last]
+    first = len(ours.logits) - len(wanted_layers)
+    for layer, wanted in enumerate(wanted_layers, start=first):
         assert_close(ours.logits[layer], wanted["logits"], atol=1e-5)
         assert_close(ours.boxes[layer], wanted["pred_boxes"], atol=1e-6)
     if ours.proposals is not None:
@@ -65,7 +98,7 @@ def compare(model, batch, hugging_face):
     for name, value in losses.items():
         assert_close(value, their_losses[name], atol=1e-5)
     gradients = {n: p.grad for n, p in model.named_parameters(remove_duplicate=False)}
-    compare_gradients(hugging_face.translate(gradients), theirs)
+    compare_gradients(hugging_face.translate(model, gradients), theirs)
 
 
 def assert_close(found, wanted, atol):
