@@ -69,44 +69,36 @@ def _model(cfg: DictConfig) -> ModelSettings:
 
 
 def _override(cfg: DictConfig, text: str) -> None:
-    """Sets one existing key, or one optional field of a settings section, from `key=value`."""
+    """Sets one existing key, or one field of a settings section, from `key=value`."""
     key, equals, value = text.partition("=")
     if not equals:
         raise InputError(f"overrides of a LazyConfig are key=value, not {text!r}")
-    *parents, leaf = key.split(".")
     node: Any = cfg
-    for place, parent in enumerate(parents):
-        if not isinstance(node, Mapping | DictConfig) or parent not in node:
-            raise InputError(_unknown(key, _fields(cfg, parents[:place], node)))
-        node = node[parent]
-    known = _fields(cfg, parents, node)
-    if leaf not in known:
-        raise InputError(_unknown(key, [".".join([*parents, name]) for name in known]))
-    parsed = yaml.safe_load(value)
-    if leaf == "_target_" and not str(parsed).startswith(_TRUSTED):
-        raise InputError(f"{key} may only name {', '.join(_TRUSTED)}…, not {parsed!r}")
-    OmegaConf.update(cfg, key, parsed, merge=False)
-
-
-def _fields(cfg: DictConfig, parents: Sequence[str], node: Any) -> list[str]:
-    """Keys that may be set below a node: those present, and the dataclass's in a section."""
-    present = [str(key) for key in node] if isinstance(node, Mapping | DictConfig) else []
     hint: Any = Recipe
-    for parent in parents:
-        hint = _dataclass_in(typing.get_type_hints(hint).get(parent)) if hint else None
-    if hint and hint is not Recipe and parents[:1] != ["model"]:
-        present += [field.name for field in dataclasses.fields(hint)]
-    return present
+    for word in key.split("."):
+        known = _known(node, hint)
+        if word not in known:
+            raise InputError(f"unknown key {key} on the command line: {word}{suggest(word, known)}")
+        node = node.get(word) if isinstance(node, DictConfig) else None
+        hint = _dataclass_in(typing.get_type_hints(hint).get(word)) if hint else None
+    parsed = yaml.safe_load(value)
+    if key.endswith("_target_") and not str(parsed).startswith(_TRUSTED):
+        raise InputError(f"{key} may only name {', '.join(_TRUSTED)}…, not {parsed!r}")
+    OmegaConf.update(cfg, key, parsed, merge=False, force_add=True)
+
+
+def _known(node: Any, hint: Any) -> list[str]:
+    """Keys that may be set below a node: those present, and the fields of its dataclass."""
+    present = [str(key) for key in node] if isinstance(node, DictConfig) else []
+    if hint is ModelSettings:
+        return present  # the model is a lazy tree, not this dataclass
+    return present + [field.name for field in dataclasses.fields(hint)] if hint else present
 
 
 def _dataclass_in(hint: Any) -> Any:
     """The dataclass that a type hint means, through Optional."""
     options = typing.get_args(hint) or (hint,)
     return next((option for option in options if dataclasses.is_dataclass(option)), None)
-
-
-def _unknown(key: str, known: Sequence[str]) -> str:
-    return f"unknown key {key} on the command line{suggest(key, known)}"
 
 
 def _container(node: Any) -> dict[str, Any]:

@@ -17,7 +17,12 @@ from detectron2.engine import default_argument_parser, launch
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
+from cldetr.engine.from_lazy import recipe_from_lazy
+from cldetr.engine.from_yaml import recipe_from_yaml
 from cldetr.engine.recipe import Recipe
+from cldetr.engine.results import format_entry
+from cldetr.engine.run import IncrementalRun
+from cldetr.engine.scoring import score_weights
 from cldetr.errors import InputError
 
 logger = logging.getLogger("cldetr")
@@ -37,21 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
-    """Reads the config, YAML or LazyConfig, with its overrides; picks the device."""
+    """Reads the config, YAML or LazyConfig, with its overrides."""
     overrides = [word for word in args.opts if word != "--"]
     if args.config_file.endswith(".py"):
-        from cldetr.engine.from_lazy import recipe_from_lazy
-
-        recipe = recipe_from_lazy(args.config_file, overrides)
-    else:
-        from cldetr.engine.from_yaml import recipe_from_yaml
-
-        recipe = recipe_from_yaml(args.config_file, overrides)
-    device = recipe.runtime.device
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        logger.warning("no GPU here: training on the CPU")
-        device = "cpu"
-    return dataclasses.replace(recipe, runtime=dataclasses.replace(recipe.runtime, device=device))
+        return recipe_from_lazy(args.config_file, overrides)
+    return recipe_from_yaml(args.config_file, overrides)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -75,14 +70,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _work(args: argparse.Namespace) -> int:
     """What each process does."""
-    from cldetr.engine.results import format_entry
-    from cldetr.engine.run import IncrementalRun
-    from cldetr.engine.scoring import score_weights
-
-    recipe = read_recipe(args)
     rank = comm.get_rank()
     setup_logger(name="cldetr", distributed_rank=rank)
     setup_logger(name="detectron2", distributed_rank=rank).setLevel(logging.WARNING)
+    recipe = _on_device(read_recipe(args))
     if args.eval_only:
         entry = score_weights(recipe)
         if comm.is_main_process():
@@ -93,6 +84,19 @@ def _work(args: argparse.Namespace) -> int:
         _log_to(Path(recipe.runtime.output_dir) / "log.txt")
     run.run()
     return 0
+
+
+def _on_device(recipe: Recipe) -> Recipe:
+    """Puts each process on its own GPU, or all on the CPU where there is none."""
+    device = recipe.runtime.device
+    if device.startswith("cuda"):
+        if not torch.cuda.is_available():
+            logger.info("no GPU here: computing on the CPU")
+            device = "cpu"
+        elif comm.get_world_size() > 1:
+            device = f"cuda:{comm.get_local_rank()}"
+    runtime = dataclasses.replace(recipe.runtime, device=device)
+    return dataclasses.replace(recipe, runtime=runtime)
 
 
 def _log_to(path: Path) -> None:

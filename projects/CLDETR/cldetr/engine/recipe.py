@@ -128,7 +128,7 @@ class Runtime:
     """What may change between two starts of the same run."""
 
     output_dir: str = "output"
-    device: str = "cpu"
+    device: str = "cuda"  # without a GPU: the CPU
     workers: int = 2
     log_period: int = 20
     checkpoint_period: int = 0  # steps; 0 means every epoch

@@ -21,9 +21,16 @@ from cldetr.data.memory import ExemplarMemory
 from cldetr.data.views import View
 from cldetr.engine.checkpoint import latest_checkpoint, load_into, load_state, save_state
 from cldetr.engine.console import StageWriter, memory_mb
+from cldetr.engine.evaluation import to_scalars
 from cldetr.engine.ledger import Ledger, read_json
 from cldetr.engine.recipe import Recipe, StageSchedule
-from cldetr.engine.results import format_table, load_results, summarise, write_results
+from cldetr.engine.results import (
+    format_matrix,
+    format_table,
+    load_results,
+    summarise,
+    write_results,
+)
 from cldetr.engine.rundata import RunData
 from cldetr.engine.scoring import score_detector
 from cldetr.engine.start import initialise, load_trained_detector
@@ -150,6 +157,8 @@ class IncrementalRun:
         begin = time.perf_counter()
         entry = self._score(phase)
         if comm.is_main_process():
+            calibrated = self.recipe.method.calibrate is not None and phase > 1
+            entry["stage"] = "calibrate" if calibrated else "train"
             folder = self.ledger.folder(phase, "evaluate")
             folder.mkdir(parents=True, exist_ok=True)
             write_json(folder / "metrics.json", entry)
@@ -318,12 +327,7 @@ class IncrementalRun:
     def _progress(self, phase: int) -> dict[str, float]:
         """A look at the metrics while a stage trains, for the curves."""
         entry = self._score(phase)
-        groups = {name: entry.get(name) for name in ("all", "old", "new")}
-        return {
-            f"{name}/AP": scores["AP"]
-            for name, scores in groups.items()
-            if scores and scores["AP"] is not None
-        }
+        return to_scalars(entry) if entry else {}
 
     def _report(self) -> dict[str, Any]:
         """Writes and logs the table of all phases."""
@@ -341,6 +345,8 @@ class IncrementalRun:
         if comm.is_main_process():
             write_results(results, self.ledger.root)
             logger.info("results of %s:\n%s", self.ledger.root, format_table(results))
+            if len(phases) > 2:
+                logger.info("AP of each phase's classes:\n%s", format_matrix(results))
         return results
 
     def _check_stop(self, stop: StopRequest) -> None:
@@ -354,5 +360,5 @@ def _parallel(learner: Learner, device: torch.device) -> nn.Module:
     """Wraps the learner where several processes train; the CPU has no device ids."""
     if comm.get_world_size() == 1:
         return learner
-    ids = [device.index or comm.get_local_rank()] if device.type == "cuda" else None
+    ids = [device.index] if device.type == "cuda" else None
     return DistributedDataParallel(learner, device_ids=ids, broadcast_buffers=False)

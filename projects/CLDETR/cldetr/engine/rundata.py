@@ -36,18 +36,13 @@ class RunData:
 
     def __init__(self, recipe: Recipe) -> None:
         """Reads the annotation files and divides them by the scenario."""
-        if len(recipe.data.test) != 1:
-            raise InputError(
-                "give one test set (DATASETS.TEST) with the objects of all categories annotated: "
-                "where an image lacks labels of some, right detections would count as wrong"
-            )
         self.recipe = recipe
         self.train = self._load(recipe.data.train)
         self.test = self._load(recipe.data.test)
         self.scenario = self._scenario()
         categories = self.scenario.categories
-        everything = evaluation_part(self.test[BASE], BASE, categories)
-        self._test_view = View(categories, [everything], self.test, name="test")
+        parts = [evaluation_part(data, source, categories) for source, data in self.test.items()]
+        self._test_view = View(categories, parts, self.test, name="test")
 
     def check(self, root: Path) -> None:
         """Holds the scenario against the run's manifest, or writes it; looks at the image files."""
@@ -118,9 +113,15 @@ class RunData:
         return build_detection_test_loader(mapped, mapper=None, num_workers=workers)
 
     def ground_truth(self) -> GroundTruth:
-        """The test objects under the scenario's labels."""
-        data, every = self.test[BASE], range(len(self.scenario.categories))
-        return GroundTruth.from_coco(data, label_table(data, self.scenario.categories, every))
+        """The test objects under the scenario's labels, of all test sets together."""
+        categories = self.scenario.categories
+        every = range(len(categories))
+        return GroundTruth.join(
+            [
+                GroundTruth.from_coco(data, label_table(data, categories, every), source)
+                for source, data in self.test.items()
+            ]
+        )
 
     def describe(self, phase: int, stage: str) -> dict[str, Any]:
         """What a weights file says about itself."""

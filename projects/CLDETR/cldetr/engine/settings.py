@@ -19,7 +19,8 @@ def build_settings(cls: type[S], values: Mapping[str, Any], path: str) -> S:
 
     Args:
         cls: the dataclass.
-        values: field name → value; nested dataclasses as mappings, None for an absent one.
+        values: field name → value; nested dataclasses as mappings, None for an absent one. What a
+            mapping leaves out keeps the default of that very place.
         path: what messages call this part of the configuration.
     """
     hints = typing.get_type_hints(cls)
@@ -27,7 +28,14 @@ def build_settings(cls: type[S], values: Mapping[str, Any], path: str) -> S:
     unknown = [f"unknown key {path}.{key}{suggest(key, names)}" for key in {*values} - {*names}]
     if unknown:
         raise InputError.listing("in the configuration:", sorted(unknown))
-    built = {key: _convert(hints[key], value, f"{path}.{key}") for key, value in values.items()}
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    built = {}
+    for key, value in values.items():
+        default = defaults[key]
+        if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
+            given = dataclasses.asdict(typing.cast(Any, default))
+            value = {**given, **value}
+        built[key] = _convert(hints[key], value, f"{path}.{key}")
     return cls(**built)
 
 
