@@ -10,12 +10,14 @@ import hashlib
 import io
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from cldetr.data.coco import CocoData, PackedTexts
+from cldetr.data.texts import PackedTexts
 from cldetr.data.validate import LoadReport
 from cldetr.files import atomic_path
 from cldetr.scenario import Category
@@ -37,49 +39,35 @@ ARRAYS = (
 _DIGEST = 32  # bytes of a SHA-256
 
 
-def cache_file(folder: Path, fingerprint: str, bad_boxes: str) -> Path:
-    """Where the arrays of a content are kept."""
-    return folder / f"{fingerprint[:32]}-{bad_boxes}-v{FORMAT}.npz"
+def cache_file(folder: str | os.PathLike[str], fingerprint: str, bad_boxes: str) -> Path:
+    """Where the arrays of a content are kept, read with that option."""
+    return Path(folder) / f"{fingerprint}-{bad_boxes}-v{FORMAT}.npz"
 
 
-def write_cache(folder: Path, bad_boxes: str, data: CocoData) -> None:
-    """Writes the arrays; a folder that cannot be written costs only the next start its speed."""
-    assert isinstance(data.file_names, PackedTexts)
-    assert data.report is not None
+def write_cache(path: Path, fields: Mapping[str, Any]) -> None:
+    """Writes fields of a `CocoData`; where that fails, only the next start is slower for it."""
     header = {
-        "fingerprint": data.fingerprint,
-        "categories": [[category.id, category.name] for category in data.categories],
-        "report": data.report.as_dict(),
+        "categories": [[category.id, category.name] for category in fields["categories"]],
+        "report": fields["report"].as_dict(),
     }
     buffer = io.BytesIO()
     np.savez(
         buffer,
         header=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8),
-        characters=data.file_names.characters,
-        ends=data.file_names.ends,
-        **{key: getattr(data, key) for key in ARRAYS},
+        characters=fields["file_names"].characters,
+        ends=fields["file_names"].ends,
+        **{key: fields[key] for key in ARRAYS},
     )
-    path = cache_file(folder, data.fingerprint, bad_boxes)
     try:
         with atomic_path(path) as partial, partial.open("wb") as stream:
             stream.write(buffer.getbuffer())
             stream.write(hashlib.sha256(buffer.getbuffer()).digest())
     except OSError as error:
-        logger.warning("no cache of %s could be written in %s (%s)", data.name, folder, error)
+        logger.warning("no cache could be written at %s (%s)", path, error)
 
 
-def read_cache(
-    folder: Path, fingerprint: str, bad_boxes: str, place: tuple[str, Path, Path]
-) -> CocoData | None:
-    """Reads the arrays of a content, or None where there are none to trust.
-
-    Args:
-        folder: the cache.
-        fingerprint: of the annotation file as it is now.
-        bad_boxes: the option of the load.
-        place: name, annotation file and image folder, which belong to the caller.
-    """
-    path = cache_file(folder, fingerprint, bad_boxes)
+def read_cache(path: Path) -> dict[str, Any] | None:
+    """Reads what `write_cache` wrote, or None where there is nothing to trust."""
     try:
         content = memoryview(path.read_bytes())
     except FileNotFoundError:
@@ -93,26 +81,15 @@ def read_cache(
         return None
     try:
         with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
-            return _restore(arrays, fingerprint, place)
+            header = json.loads(arrays["header"].tobytes())
+            return {
+                "categories": tuple(
+                    Category(number, name) for number, name in header["categories"]
+                ),
+                "report": LoadReport.from_dict(header["report"]),
+                "file_names": PackedTexts(arrays["characters"], arrays["ends"]),
+                **{key: arrays[key] for key in ARRAYS},
+            }
     except (KeyError, TypeError, ValueError) as error:  # whole, but not what this version writes
         logger.warning("the cache %s is of no use (%s): reading the annotations again", path, error)
         return None
-
-
-def _restore(
-    arrays: Mapping[str, np.ndarray], fingerprint: str, place: tuple[str, Path, Path]
-) -> CocoData:
-    header = json.loads(arrays["header"].tobytes())
-    if header["fingerprint"] != fingerprint:
-        raise ValueError(f"of another file, {header['fingerprint']}")
-    name, json_file, image_root = place
-    return CocoData(
-        name=name,
-        json_file=json_file,
-        image_root=image_root,
-        categories=tuple(Category(number, text) for number, text in header["categories"]),
-        file_names=PackedTexts(arrays["characters"], arrays["ends"]),
-        fingerprint=fingerprint,
-        report=LoadReport.from_dict(header["report"]),
-        **{key: arrays[key] for key in ARRAYS},
-    )

@@ -12,12 +12,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import overload
+from typing import Any
 
 import numpy as np
 
+from cldetr.data.cache import cache_file, read_cache, write_cache
 from cldetr.data.parse import read_columns
 from cldetr.data.problems import Problems
+from cldetr.data.texts import PackedTexts
 from cldetr.data.validate import LoadReport, check_columns, is_unsafe
 from cldetr.errors import InputError
 from cldetr.scenario import Category
@@ -85,35 +87,6 @@ class CocoData:
         return os.path.join(os.path.realpath(self.image_root), "")  # with the separator
 
 
-class PackedTexts(Sequence[str]):
-    """A read-only list of texts in two arrays: small, and shared between processes as it is."""
-
-    def __init__(self, characters: np.ndarray, ends: np.ndarray) -> None:
-        self.characters = characters  # UTF-8 of all texts in a row, uint8
-        self.ends = ends  # (I,) int64
-
-    @classmethod
-    def pack(cls, texts: Sequence[str]) -> PackedTexts:
-        """Packs a list."""
-        encoded = [text.encode() for text in texts]
-        ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
-        return cls(np.frombuffer(b"".join(encoded), dtype=np.uint8), ends)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    @overload
-    def __getitem__(self, place: int) -> str: ...
-    @overload
-    def __getitem__(self, place: slice) -> list[str]: ...
-    def __getitem__(self, place: int | slice) -> str | list[str]:
-        if isinstance(place, slice):
-            return [self[i] for i in range(*place.indices(len(self)))]
-        place = range(len(self))[place]  # negative places and IndexError as in a list
-        start = self.ends[place - 1] if place else 0
-        return self.characters[start : self.ends[place]].tobytes().decode()
-
-
 def load_coco(
     json_file: str | os.PathLike[str],
     image_root: str | os.PathLike[str],
@@ -137,42 +110,26 @@ def load_coco(
             count them.
         cache_dir: where to keep the arrays for later loads of the same content.
     """
-    from cldetr.data.cache import read_cache, write_cache
-
     if bad_boxes not in ("stop", "drop"):
         raise InputError(f"bad_boxes is {bad_boxes!r}: choose stop or drop")
     path, root = Path(json_file), Path(image_root)
-    name = path.stem if name is None else name
     begun = time.perf_counter()
     with _open(path) as content:
         fingerprint = hashlib.sha256(content).hexdigest()
-        data = None
-        if cache_dir is not None:
-            data = read_cache(Path(cache_dir), fingerprint, bad_boxes, (name, path, root))
-        if data is None:
-            problems = Problems()
-            columns = read_columns(content, str(path), problems)
-            checked = check_columns(columns, problems, str(path), bad_boxes == "drop")
-            data = CocoData(
-                name=name,
-                json_file=path,
-                image_root=root,
-                categories=checked.categories,
-                image_ids=columns.image_ids,
-                file_names=PackedTexts.pack(columns.file_names),
-                widths=columns.widths.astype(np.int32),
-                heights=columns.heights.astype(np.int32),
-                starts=checked.starts,
-                labels=checked.labels,
-                boxes=checked.boxes,
-                areas=checked.areas,
-                crowd=checked.crowd,
-                object_ids=checked.object_ids,
-                fingerprint=fingerprint,
-                report=checked.report,
-            )
-            if cache_dir is not None:
-                write_cache(Path(cache_dir), bad_boxes, data)
+        cache = None if cache_dir is None else cache_file(cache_dir, fingerprint, bad_boxes)
+        fields = None if cache is None else read_cache(cache)
+        cached = fields is not None
+        if fields is None:
+            fields = _read_fields(content, str(path), bad_boxes == "drop")
+    data = CocoData(
+        name=path.stem if name is None else name,
+        json_file=path,
+        image_root=root,
+        fingerprint=fingerprint,
+        **fields,
+    )
+    if cache is not None and not cached:
+        write_cache(cache, fields)
     report = data.report
     assert report is not None
     seconds = time.perf_counter() - begun
@@ -186,6 +143,20 @@ def load_coco(
             + (", …" if len(report.unused_categories) > 10 else ""),
         )
     return data
+
+
+def _read_fields(content: mmap.mmap | bytes, name: str, drop_bad_boxes: bool) -> dict[str, Any]:
+    """The fields of a `CocoData` that depend on the file's content alone."""
+    problems = Problems()
+    columns = read_columns(content, name, problems)
+    checked = check_columns(columns, problems, name, drop_bad_boxes)
+    return {
+        "image_ids": columns.image_ids,
+        "file_names": PackedTexts.pack(columns.file_names),
+        "widths": columns.widths.astype(np.int32),
+        "heights": columns.heights.astype(np.int32),
+        **vars(checked),
+    }
 
 
 @contextlib.contextmanager

@@ -96,7 +96,7 @@ def read_columns(content: Any, name: str, problems: Problems) -> Columns:
         file = msgspec.json.decode(content, type=_File)
         columns = _fast_columns(file)
         empty = [key for key in ("images", "categories") if not getattr(file, key)]
-    except (msgspec.DecodeError, OverflowError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         logger.info("%s: reading it the slow way (%s)", name, error)
         generic = _read_json(bytes(content), name)
         columns = _patient_columns(generic, problems)

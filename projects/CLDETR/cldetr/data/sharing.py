@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cldetr.data.coco import CocoData, PackedTexts
+from cldetr.data.coco import CocoData
+from cldetr.data.texts import PackedTexts
 
 
 @dataclass(eq=False)

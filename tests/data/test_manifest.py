@@ -1,0 +1,194 @@
+"""Manifests: what was written is read; what was changed, by chance or on purpose, is refused."""
+
+import json
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cldetr.data.manifest import (
+    check_manifest,
+    check_same,
+    differences,
+    load_manifest,
+    manifest_content,
+    save_manifest,
+    scenario_hash,
+)
+from cldetr.errors import InputError
+from cldetr.files import sha256_json
+from cldetr.scenario import Category, make_scenario, make_separate_scenario
+
+from ..coco_files import Labels
+
+
+def toy(**options):
+    data = Labels(6, [[i % 6, (i * 5) % 6] for i in range(200)])
+    return make_scenario("3+2+1", data, **options), data
+
+
+def separate_toy():
+    sets = [Labels(2, [[0, 1]] * 3, name="one"), Labels(3, [[2]] * 4, name="two")]
+    return make_separate_scenario(sets), {data.name: data for data in sets}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from(["strict", "traditional"]),
+    st.sampled_from(["id", "seed", "released"]),
+    st.integers(0, 2**32 - 1),
+)
+def test_manifest_gives_the_scenario_back(tmp_path_factory, protocol, order, seed):
+    made, data = toy(protocol=protocol, order=order, class_seed=seed, data_seed=seed)
+    path = tmp_path_factory.mktemp("manifest") / "manifest.json"
+    digest = save_manifest(made, path)
+    assert load_manifest(path) == made
+    assert digest == scenario_hash(made) == json.loads(path.read_text())["hash"]
+    check_manifest(made, data)
+
+
+def test_manifest_of_separate_data_sets_gives_the_scenario_back(tmp_path):
+    made, data = separate_toy()
+    save_manifest(made, tmp_path / "manifest.json")
+    assert load_manifest(tmp_path / "manifest.json") == made
+    check_manifest(made, data)
+    with pytest.raises(InputError, match="'two' is missing"):
+        check_manifest(made, {"one": data["one"]})
+
+
+def test_manifest_is_readable_and_holds_names_and_ids(tmp_path):
+    made, _ = toy(order="seed", class_seed=5)
+    made = replace(made, categories=(Category(1, 'Füchse, "rot"'), *made.categories[1:]))
+    save_manifest(made, tmp_path / "manifest.json")
+    text = (tmp_path / "manifest.json").read_text()
+    content = json.loads(text)
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert len(text.splitlines()) < 80
+    assert "Füchse" in text
+    for phase, written in zip(made.phases, content["phases"], strict=True):
+        assert written["classes"] == [made.categories[label].name for label in phase.classes]
+        assert written["class_ids"] == [made.categories[label].id for label in phase.classes]
+        assert tuple(written["image_ids"]) == phase.image_ids
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_changed_byte_is_refused_or_changes_nothing(tmp_path_factory, data):
+    made, _ = toy()
+    path = tmp_path_factory.mktemp("bytes") / "manifest.json"
+    save_manifest(made, path)
+    content = bytearray(path.read_bytes())
+    place = data.draw(st.integers(0, len(content) - 1))
+    content[place] = data.draw(st.integers(0, 255))
+    path.write_bytes(bytes(content))
+    try:
+        assert load_manifest(path) == made  # white space, or the byte it was
+    except InputError as error:
+        assert str(path) in str(error)  # noqa: PT017
+
+
+def leaves(value, path=()):
+    """Paths of all plain values in nested lists and dictionaries."""
+    if isinstance(value, dict | list):
+        keys = value if isinstance(value, dict) else range(len(value))
+        return [leaf for key in keys for leaf in leaves(value[key], (*path, key))]
+    return [path]
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_a_changed_value_is_refused_even_with_a_new_hash(tmp_path_factory, data):
+    """A forged hash gets past the first check: then the content or the data set gives it away."""
+    made, base = toy()
+    content = manifest_content(made)
+    del content["hash"]
+    *way, last = data.draw(st.sampled_from(leaves(content)))
+    holder = content
+    for key in way:
+        holder = holder[key]
+    old = holder[last]
+    new = st.integers(-5, 900) if isinstance(old, int) else st.sampled_from(
+        ["strict", "traditional", "separate", "id", "class 1", "base", "other"]
+    )  # fmt: skip
+    holder[last] = data.draw(new.filter(lambda value: value != old))
+    path = tmp_path_factory.mktemp("forged") / "manifest.json"
+    path.write_text(json.dumps({**content, "hash": sha256_json(content)}))
+
+    def use():
+        loaded = load_manifest(path)
+        check_manifest(loaded, base)
+        check_same(made, loaded, "the run's scenario and this one")
+
+    with pytest.raises(InputError):
+        use()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a manifest"),
+        ("[]", "not a manifest"),
+        ("{}", "not a manifest"),
+        ('{"format": 2}', "has format 2, this version of cldetr reads 1"),
+        ('{"format": 1, "name": 3}', "not a manifest"),
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path, text, message):
+    path = tmp_path / "manifest.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match=message):
+        load_manifest(path)
+    with pytest.raises(InputError, match="cannot be read"):
+        load_manifest(tmp_path / "none.json")
+
+
+def test_contradictions_are_told_at_once(tmp_path):
+    content = manifest_content(toy()[0])
+    del content["hash"]
+    first, second, third = content["phases"]
+    second["classes"][0], second["class_ids"][0] = first["classes"][0], first["class_ids"][0]
+    second["image_ids"][0] = first["image_ids"][0]
+    third["image_ids"] = []
+    third["source"] = "nowhere"
+    third["index"] = 7
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({**content, "hash": sha256_json(content)}))
+    with pytest.raises(InputError) as caught:
+        load_manifest(path)
+    message = str(caught.value)
+    assert "is in phases 1 and 2" in message
+    assert f"image {first['image_ids'][0]} is in phases 1 and 2" in message
+    assert "phase 3 has no image" in message
+    assert "'nowhere', not listed" in message
+    assert "phase 7 stands where phase 3 should" in message
+
+
+def test_other_data_is_refused_with_the_first_ten_differences():
+    made, _ = toy()
+    other = Labels(7, [[0]] * 100)
+    other.fingerprint = "other"
+    with pytest.raises(InputError) as caught:
+        check_manifest(made, other)
+    message = str(caught.value)
+    assert "content is other…, it was of toy…" in message
+    assert "label 6 is 'class 6' (id 7), it was nothing" in message
+    assert message.count("\n  - ") == 10
+    assert f"… and {2 + 100 - 10} more" in message
+
+
+def test_differences_between_scenarios_are_named():
+    made, _ = toy(data_seed=1)
+    other, _ = toy(order="seed", data_seed=2)
+    found = differences(made, other)
+    assert differences(made, made) == []
+    assert "order: 'id' → 'seed'" in found
+    assert "data_seed: 1 → 2" in found
+    assert any(line.startswith("phase 1: ") and "images gone" in line for line in found)
+    phases = (*made.phases[:2], replace(made.phases[2], image_ids=made.phases[2].image_ids[::-1]))
+    assert differences(made, replace(made, phases=phases)) == [
+        "phase 3: the same images in another order"
+    ]
+    assert differences(made, replace(made, phases=made.phases[:2])) == ["phase 3: gone"]
+    with pytest.raises(InputError, match="run and settings differ"):
+        check_same(made, other, "run and settings")
