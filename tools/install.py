@@ -107,14 +107,14 @@ def install_requirements(own: bool) -> None:
     constraint = {"PIP_CONSTRAINT": str(LOCK), "PIP_BUILD_CONSTRAINT": str(LOCK)}
     if own:
         say("installing the versions of requirements/lock.txt")
-        pip("install", "-r", str(LOCK), environment=constraint)
+        pip("install", "--use-pep517", "-r", str(LOCK), environment=constraint)
         return
     missing = missing_requirements()
     if missing:
         say("adding what is missing: " + ", ".join(line.partition(";")[0] for line in missing))
         # The lock file is complete, so no dependency is left out, and none is pulled in that would
         # replace something.
-        pip("install", "--no-deps", *missing)
+        pip("install", "--use-pep517", "--no-deps", *missing)
 
 
 def install_detectron2() -> None:

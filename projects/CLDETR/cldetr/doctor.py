@@ -1,0 +1,255 @@
+"""What works on this machine and what does not, each finding with its fix.
+
+Only the standard library is imported at the top: the doctor has to speak where everything else is
+missing.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+OLDEST_PYTHON, NEWEST_PYTHON = (3, 10), (3, 12)
+_GIB = 2**30
+_SETUP = "run `make setup` in the repository"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination."""
+
+    name: str
+    status: Literal["ok", "warn", "fail"]  # fail: training could not start
+    text: str
+    fix: str = ""
+
+
+def examine(data_root: Path, output: Path) -> Iterator[Finding]:
+    """Examines Python, libraries, operators, data sets and the machine, in this order.
+
+    Args:
+        data_root: The folder that holds the data sets.
+        output: Where runs would be written; it need not exist yet.
+
+    Yields:
+        Findings as they are made: importing torch and Detectron2 takes seconds.
+    """
+    yield _python()
+    yield _packages()
+    torch, finding = _imported("torch", "torch")
+    yield finding
+    if torch:
+        yield from _cuda(torch)
+        yield _torchvision(torch)
+    yield _detectron2()
+    yield from _data_sets(data_root)
+    yield _disk(output)
+    yield from _memory()
+    yield _processor(torch)
+
+
+def default_data_root() -> Path:
+    """Returns Detectron2's place for data sets: $DETECTRON2_DATASETS, else ./datasets."""
+    return Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).expanduser()
+
+
+def _python() -> Finding:
+    version = platform.python_version()
+    if OLDEST_PYTHON <= sys.version_info[:2] <= NEWEST_PYTHON:
+        return Finding("Python", "ok", f"{version} at {sys.executable}")
+    return Finding(
+        "Python",
+        "fail",
+        f"{version}; 3.10, 3.11 or 3.12 is needed",
+        "install one of them, remove .venv and run `make setup`",
+    )
+
+
+def _packages() -> Finding:
+    """Compares the installed packages with the ranges of pyproject.toml."""
+    try:
+        requirements = importlib.metadata.requires("cldetr") or []
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("packages", "fail", "cldetr is not installed", _SETUP)
+    problems, count = [], 0
+    for requirement in requirements:
+        if "extra ==" in requirement:  # for tests and development only
+            continue
+        count += 1
+        name = re.split(r"[^\w.-]", requirement, maxsplit=1)[0]
+        least = re.search(r">=\s*([\w.]+)", requirement)
+        try:
+            version = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            problems.append(f"{name} is missing")
+            continue
+        if least and _release(version) < _release(least[1]):
+            problems.append(f"{name} {version} is older than {least[1]}")
+    if problems:
+        return Finding("packages", "fail", ", ".join(problems), f"{_SETUP}, or `pip install -e .`")
+    return Finding("packages", "ok", f"the {count} required ones are there, none too old")
+
+
+def _imported(name: str, module: str) -> tuple[ModuleType | None, Finding]:
+    try:
+        found = importlib.import_module(module)
+    except Exception as error:  # a broken binary raises anything: OSError, RuntimeError, …
+        reason = "not installed" if _is_absent(error, module) else f"does not import: {error}"
+        return None, Finding(name, "fail", reason.splitlines()[0], _SETUP)
+    return found, Finding(name, "ok", str(found.__version__))
+
+
+def _is_absent(error: Exception, module: str) -> bool:
+    return isinstance(error, ModuleNotFoundError) and error.name == module
+
+
+def _cuda(torch: ModuleType) -> Iterator[Finding]:
+    built = torch.version.cuda
+    if not built:
+        yield Finding(
+            "CUDA",
+            "warn",
+            "this torch is built without CUDA: training runs on the CPU",
+            "fine for the embedded data set; for COCO install a CUDA build of torch",
+        )
+    elif torch.cuda.is_available():
+        devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        names = ", ".join(f"{d.name} ({d.total_memory / _GIB:.0f} GiB)" for d in devices)
+        yield Finding("CUDA", "ok", f"{built}; {len(devices)} device(s): {names}")
+    else:
+        yield Finding(
+            "CUDA",
+            "warn",
+            f"torch is built for {built}, but no device is visible: training runs on the CPU",
+            "fine for the embedded data set; for COCO check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _torchvision(torch: ModuleType) -> Finding:
+    module, finding = _imported("torchvision", "torchvision")
+    if module is None:
+        return finding
+    try:  # its operators are compiled against one torch and may not fit the one that is here
+        module.ops.nms(torch.tensor([[0.0, 0.0, 1.0, 1.0]]), torch.ones(1), 0.5)
+    except Exception as error:
+        text = f"{module.__version__} does not fit torch {torch.__version__}: {error}"
+        return Finding("torchvision", "fail", text.splitlines()[0], _SETUP)
+    return finding
+
+
+def _detectron2() -> Finding:
+    module, finding = _imported("Detectron2", "detectron2")
+    if module is None:
+        return finding
+    packages = importlib.metadata.packages_distributions().get("detectron2", ["own checkout"])
+    source = f"{module.__version__} ({packages[0]}) at {Path(str(module.__file__)).parent}"
+    try:
+        importlib.import_module("detectron2._C")
+        compiled = "its compiled part loads"
+    except Exception:  # ImportError, or anything else that loading a foreign binary raises
+        compiled = "its compiled part does not load, and nothing here needs it"
+    try:
+        importlib.import_module("detectron2.engine")
+        importlib.import_module("detectron2.evaluation")
+    except Exception as error:
+        text = f"{source} does not import: {error}".splitlines()[0]
+        return Finding("Detectron2", "fail", text, _SETUP)
+    return Finding("Detectron2", "ok", f"{source}; {compiled}")
+
+
+def _data_sets(root: Path) -> Iterator[Finding]:
+    coco = [
+        *(f"coco/annotations/instances_{split}2017.json" for split in ("train", "val")),
+        *(f"coco/{split}2017" for split in ("train", "val")),
+    ]
+    yield _data_set(
+        "COCO 2017", root, coco, "datasets/README.md shows the layout; or set DETECTRON2_DATASETS"
+    )
+    shapes = [
+        *(f"shapes/annotations/instances_{split}.json" for split in ("train", "val")),
+        *(f"shapes/images/{split}" for split in ("train", "val")),
+    ]
+    yield _data_set("shapes", root, shapes, f"`cldetr shapes --out {root / 'shapes'}`, in seconds")
+
+
+def _data_set(name: str, root: Path, paths: list[str], fix: str) -> Finding:
+    absent = [path for path in paths if not (root / path).exists()]
+    place = root / Path(paths[0]).parts[0]
+    if not absent:
+        return Finding(name, "ok", f"at {place}")
+    if len(absent) == len(paths):
+        return Finding(name, "warn", f"not at {place}", fix)
+    return Finding(name, "warn", f"{place} lacks {', '.join(absent)}", fix)
+
+
+def _disk(output: Path) -> Finding:
+    place = output.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    text = f"{free / _GIB:.1f} GiB free at {place}"
+    if not os.access(place, os.W_OK):
+        fix = "give another place: OUTPUT_DIR /path"
+        return Finding("disk", "fail", f"{place} cannot be written to", fix)
+    if free < 0.5 * _GIB:
+        return Finding("disk", "fail", text, "free some: a checkpoint takes up to 0.5 GiB")
+    if free < 10 * _GIB:
+        return Finding("disk", "warn", text, "enough for the embedded data set, tight for COCO")
+    return Finding("disk", "ok", text)
+
+
+def _memory() -> Iterator[Finding]:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's share may be smaller
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    if total < 4 * _GIB:
+        fix = "enough for the embedded data set, too little for COCO"
+        yield Finding("memory", "warn", f"{total / _GIB:.1f} GiB", fix)
+    else:
+        yield Finding("memory", "ok", f"{total / _GIB:.1f} GiB")
+    shared = Path("/dev/shm")  # loader workers hand images over through it
+    if shared.is_dir():
+        size = shutil.disk_usage(shared).total
+        if size < 0.5 * _GIB:
+            yield Finding(
+                "shared memory",
+                "warn",
+                f"{size / 2**20:.0f} MiB in {shared}: loader workers may die",
+                "start the container with --shm-size=8g, or set DATALOADER.NUM_WORKERS 0",
+            )
+
+
+def _processor(torch: ModuleType | None) -> Finding:
+    affinity = getattr(os, "sched_getaffinity", None)
+    usable = len(affinity(0)) if affinity else os.cpu_count() or 1
+    text = f"{usable} core(s) usable, {platform.machine()}"
+    if torch is None:
+        return Finding("CPU", "ok", text)
+    threads = torch.get_num_threads()
+    if threads > usable:
+        fix = f"set OMP_NUM_THREADS={usable}: more threads than cores slow each other down"
+        return Finding("CPU", "warn", f"{text}; torch uses {threads} threads", fix)
+    return Finding("CPU", "ok", f"{text}; torch uses {threads} thread(s)")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Reads the numbers a version begins with: (2, 1) of "2.1rc1"."""
+    numbers = []
+    for part in version.split("."):
+        match = re.match(r"\d+", part)
+        if match is None:
+            break
+        numbers.append(int(match[0]))
+    return tuple(numbers)
