@@ -1,0 +1,100 @@
+"""`cldetr convert`: turn official checkpoints and backbones into files that MODEL.WEIGHTS takes."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+
+from cldetr.engine.checkpoint import load_state, save_state
+from cldetr.errors import InputError
+from cldetr.modeling.convert import COCO, KINDS, Converted, convert_checkpoint
+
+
+class _Category(msgspec.Struct):
+    id: int
+    name: str
+
+
+class _Annotations(msgspec.Struct):
+    categories: list[_Category]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the command's options."""
+    parser.add_argument("source", type=Path, help="the checkpoint; no code in it is run")
+    parser.add_argument("out", type=Path, help="where to write ours, ending in .pth")
+    parser.add_argument(
+        "--kind",
+        choices=("auto", *KINDS),
+        default="auto",
+        help="what it is a checkpoint of; 'auto' tells by the names of its weights",
+    )
+    parser.add_argument(
+        "--categories",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="COCO annotation files with the categories of the class head (default: COCO's 80)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Converts one file and says what became of every weight."""
+    if args.out.suffix != ".pth":
+        raise InputError(f"the output must end in .pth, so that it is loaded right: {args.out}")
+    categories = read_categories(args.categories) if args.categories else COCO
+    # Official checkpoints hold their command line as a Namespace, which is plain data.
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        content = load_state(args.source)
+    converted = convert_checkpoint(content, args.kind, categories)
+    about = {
+        "kind": converted.kind,
+        "categories": None
+        if converted.categories is None
+        else [{"id": number, "name": name} for number, name in converted.categories],
+        "settings": converted.settings,
+    }
+    save_state(args.out, {"model": converted.model, "cldetr": about})
+    _report(converted, args.out)
+    return 0
+
+
+def read_categories(files: Sequence[Path]) -> tuple[tuple[int, str], ...]:
+    """Categories of annotation files: ascending ids per file, in the order of the files."""
+    found: dict[int, str] = {}
+    for file in files:
+        try:
+            categories = msgspec.json.decode(file.read_bytes(), type=_Annotations).categories
+        except OSError as error:
+            raise InputError(f"cannot read {file}: {error.strerror}") from error
+        except msgspec.DecodeError as error:
+            raise InputError(f"{file} is no COCO annotation file: {error}") from error
+        for category in sorted(categories, key=lambda category: category.id):
+            if found.setdefault(category.id, category.name) != category.name:
+                raise InputError(
+                    f"category {category.id} is {found[category.id]!r} in one file and "
+                    f"{category.name!r} in {file}"
+                )
+    if not found:
+        raise InputError(f"no categories in {', '.join(map(str, files))}")
+    return tuple(found.items())
+
+
+def _report(converted: Converted, out: Path) -> None:
+    weights = sum(tensor.numel() for tensor in converted.model.values())
+    print(f"{converted.kind}: {len(converted.model)} tensors, {weights:,} numbers → {out}")
+    if converted.categories is not None:
+        print(f"class head: {len(converted.categories)} categories")
+    elif converted.kind == "up_detr":
+        print("class head: none; it starts from its initial values")
+    for reason, keys in converted.dropped.items():
+        print(f"left out, {reason}: {len(keys)}")
+        for key in keys:
+            print(f"  {key}")
+    print("it fits a detector with")
+    for key, value in converted.settings.items():
+        print(f"  MODEL.{key} {value}")
