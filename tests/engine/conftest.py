@@ -1,5 +1,9 @@
 """A data set and a detector so small that a whole run takes seconds."""
 
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -7,7 +11,35 @@ import pytest
 from cldetr.data.shapes import ShapesOptions, ensure_shapes
 from cldetr.engine.from_yaml import recipe_from_yaml
 
+ROOT = Path(__file__).parents[2]
 TINY = str(Path(__file__).parent / "tiny.yaml")
+
+
+def start(folder, shapes, *more):
+    """Starts the tiny run as a user would."""
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        str(ROOT / "train_net.py"),
+        "--config-file",
+        TINY,
+        *more,
+    ]
+    return subprocess.Popen(
+        [*command, *shapes, "OUTPUT_DIR", str(folder)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(path, process, seconds=120):
+    end = time.monotonic() + seconds
+    while not path.exists() and process.poll() is None and time.monotonic() < end:
+        time.sleep(0.01)
+    assert path.exists(), process.communicate()[0]
 
 
 @pytest.fixture(scope="session")

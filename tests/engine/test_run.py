@@ -1,11 +1,7 @@
 """Whole runs: every stage happens, stopping anywhere changes nothing, bad starts are refused."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
@@ -17,7 +13,13 @@ from cldetr.engine.run import IncrementalRun
 from cldetr.engine.trainer import StageTrainer
 from cldetr.errors import InputError
 
-from .conftest import TINY
+from .conftest import TINY, start, wait_for
+
+NOTHING = [  # no technique against forgetting
+    *("METHOD.PSEUDO.ENABLED", "False"),
+    *("METHOD.MEMORY.ENABLED", "False"),
+    *("METHOD.CALIBRATE.ENABLED", "False"),
+]
 
 
 def artefacts(folder):
@@ -77,7 +79,7 @@ def test_a_finished_run_resumes_to_the_same_without_training(finished, tiny_reci
     assert artefacts(finished)[1] == before
 
 
-class Stop(Exception):
+class CrashError(Exception):
     """Stands for a crash at a chosen moment."""
 
 
@@ -89,7 +91,7 @@ def test_crashes_all_along_change_nothing(finished, tiny_recipe, tmp_path, monke
 
     def limited(self):
         if budget[0] == 0:
-            raise Stop
+            raise CrashError
         budget[0] -= 1
         step(self)
 
@@ -102,29 +104,11 @@ def test_crashes_all_along_change_nothing(finished, tiny_recipe, tmp_path, monke
         try:
             run = IncrementalRun(recipe, resume=crashes > 0)
             run.run()
-        except Stop:
+        except CrashError:
             crashes += 1
             run.ledger.close()
     assert crashes >= 4
     assert_same(tmp_path, finished)
-
-
-def start(folder, shapes, *more):
-    command = [sys.executable, "-W", "ignore", "train_net.py", "--config-file", TINY, *more]
-    return subprocess.Popen(
-        [*command, *shapes, "OUTPUT_DIR", str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def wait_for(path, process, seconds=120):
-    end = time.monotonic() + seconds
-    while not path.exists() and process.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
-    assert path.exists(), process.communicate()[0]
 
 
 def test_kill_and_sigterm_are_survived(finished, tiny_shapes, tmp_path):
@@ -156,16 +140,8 @@ def test_three_phases_with_label_completion(tiny_recipe, tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(
-            ["METHOD.PSEUDO.ENABLED", "False", "METHOD.MEMORY.ENABLED", "False"]
-            + ["METHOD.CALIBRATE.ENABLED", "False"],
-            id="fine-tuning",
-        ),
-        pytest.param(
-            ["METHOD.PSEUDO.ENABLED", "False", "METHOD.MEMORY.ENABLED", "False"]
-            + ["METHOD.CALIBRATE.ENABLED", "False", "METHOD.JOINT", "True"],
-            id="joint",
-        ),
+        pytest.param(NOTHING, id="fine-tuning"),
+        pytest.param([*NOTHING, "METHOD.JOINT", "True"], id="joint"),
         pytest.param(["METHOD.MEMORY.STRATEGY", "herding"], id="herding"),
         pytest.param(["METHOD.PSEUDO.SELECT", "curriculum", "METHOD.PSEUDO.SOFT", "False"], id="p"),
         pytest.param(["SOLVER.ACCUMULATE", "2", "SOLVER.AMP.ENABLED", "True"], id="small-gpu"),

@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
+import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 
 import torch
 import torch.multiprocessing as mp
@@ -108,7 +111,8 @@ def _log_to(path: Path) -> None:
 
 def _launch(args: argparse.Namespace) -> int:
     """Starts the processes of this machine and waits for them; returns the worst exit status."""
-    timeout = timedelta(minutes=args.timeout)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _pass_on)
     try:
         launch(
             _worker,
@@ -117,15 +121,21 @@ def _launch(args: argparse.Namespace) -> int:
             machine_rank=args.machine_rank,
             dist_url="auto" if args.num_machines == 1 else args.dist_url,
             args=(args,),
-            timeout=timeout,
+            timeout=timedelta(minutes=args.timeout),
         )
     except mp.ProcessExitedException as error:
         return error.exit_code if error.exit_code > 0 else 128 - error.exit_code
     return 0
 
 
+def _pass_on(signum: int, frame: FrameType | None) -> None:
+    """Tells the processes to stop; they save, and this one waits for them."""
+    for child in multiprocessing.active_children():
+        if child.pid is not None:
+            os.kill(child.pid, signum)
+
+
 def _worker(args: argparse.Namespace) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         _work(args)
     except InputError as error:

@@ -1,0 +1,142 @@
+"""The learner: labels merged from a frozen teacher that stays out of everything else."""
+
+import copy
+
+import pytest
+import torch
+from detectron2.structures import Boxes, Instances
+
+from cldetr.methods.learner import Learner, freeze
+from cldetr.methods.pseudo import PseudoRule
+from cldetr.modeling.classification import SigmoidFocal
+from cldetr.modeling.criterion import SetCriterion
+from cldetr.modeling.deformable_detr import DeformableDETR
+from cldetr.modeling.deformable_transformer import DeformableTransformer
+from cldetr.modeling.matcher import Matcher
+from cldetr.modeling.small_resnet import make_small_resnet
+from cldetr.modeling.structures import Target
+
+CLASSES = 5
+
+
+@pytest.fixture
+def detector():
+    transformer = DeformableTransformer(
+        dim=32, heads=2, encoder_layers=1, decoder_layers=2, ffn_dim=32, dropout=0.0, levels=3
+    )
+    return DeformableDETR(
+        transformer=transformer,
+        num_queries=9,
+        backbone=make_small_resnet(),
+        in_features=["res3", "res4", "res5"],
+        criterion=SetCriterion(matcher=Matcher(SigmoidFocal())),
+        num_classes=CLASSES,
+        pixel_mean=[127.5] * 3,
+        pixel_std=[64.0] * 3,
+    ).train()
+
+
+def batch(labels=((3,), ()), phases=(2, 1)):
+    made = []
+    for own, phase in zip(labels, phases, strict=True):
+        instances = Instances((64, 64))
+        instances.gt_boxes = Boxes(torch.tensor([[10.0, 10, 40, 40]] * len(own)).reshape(-1, 4))
+        instances.gt_classes = torch.tensor(own, dtype=torch.int64)
+        image = torch.randint(0, 255, (3, 64, 64), dtype=torch.uint8)
+        made.append({"image": image, "instances": instances, "phase": phase, "file_name": "x"})
+    return made
+
+
+def test_without_a_teacher_the_loss_is_the_detectors_own(detector):
+    inputs = batch()
+    learner = Learner(detector, seen=range(CLASSES), mask_unseen=False)
+    assert learner(inputs) == detector(inputs)
+
+
+def test_the_loss_is_that_of_merged_labels_worked_out_apart(detector):
+    inputs = batch()
+    rule = PseudoRule(k=2, foreground=0.0, soft=False, iou=1.0)
+    learner = Learner(
+        detector,
+        seen=range(CLASSES),
+        teacher=freeze(detector, [0, 1, 2]),
+        teacher_classes=[0, 1, 2],
+        rule=rule,
+    )
+    images = detector.preprocess(inputs)
+    output = detector.predict(images)
+    targets = []
+    for image, entry in enumerate(inputs):  # top-2 queries by their best old class, by hand
+        scores = output.logits[-1, image].sigmoid()[:, :3]
+        order = scores.max(1).values.argsort(descending=True)[:2]
+        truth = detector.targets([entry])[0]
+        labels = torch.cat([truth.labels, scores[order].argmax(1)])
+        boxes = torch.cat([truth.boxes, output.boxes[-1, image, order].detach()])
+        targets.append(Target(labels, boxes))
+    expected = detector.criterion(output, targets)
+    found = learner(inputs)
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(found[key], value)
+
+
+def test_the_teacher_is_no_part_of_the_module_and_never_changes(detector):
+    teacher = freeze(detector, [0, 1])
+    before = copy.deepcopy(teacher.state_dict())
+    learner = Learner(
+        detector,
+        seen=range(CLASSES),
+        teacher=teacher,
+        teacher_classes=[0, 1],
+        rule=PseudoRule(foreground=0.0),
+    )
+    assert len(list(learner.parameters())) == len(list(detector.parameters()))
+    assert all(key.startswith("detector.") for key in learner.state_dict())
+    learner.train()
+    assert not teacher.training
+    optimizer = torch.optim.SGD(learner.parameters(), lr=1.0)
+    sum(learner(batch()).values()).backward()
+    optimizer.step()
+    assert all(parameter.grad is None for parameter in teacher.parameters())
+    assert all(torch.equal(value, before[key]) for key, value in teacher.state_dict().items())
+
+
+def test_rows_of_unseen_classes_get_no_gradient_when_masked(detector):
+    losses = Learner(detector, seen=[0, 1, 3], mask_unseen=True)(batch())
+    sum(losses.values()).backward()
+    gradient = detector.class_embed[0].weight.grad
+    assert gradient[[2, 4]].abs().sum() == 0
+    assert gradient[[0, 1, 3]].abs().sum() > 0
+
+
+def test_classes_annotated_on_an_image_are_not_completed(detector):
+    learner = Learner(
+        detector,
+        seen=range(CLASSES),
+        teacher=freeze(detector, range(CLASSES)),
+        teacher_classes=range(CLASSES),
+        rule=PseudoRule(foreground=0.0, k=9, iou=1.0),
+        annotated=[[0, 1, 2], [3, 4]],
+    )
+    inputs = batch()
+    merged, trusted = learner._distill(
+        detector.preprocess(inputs), detector.targets(inputs), inputs
+    )
+    assert trusted
+    assert set(merged[0].labels[1:].tolist()) <= {0, 1, 2}  # of phase 2: 3 and 4 are annotated
+    assert set(merged[1].labels.tolist()) <= {3, 4}  # of phase 1
+    assert len(merged[1]) == 9
+
+
+@pytest.mark.parametrize("sick", ["teacher", "student"])
+def test_predictions_that_are_not_finite_make_every_gradient_not_finite(detector, sick):
+    teacher = freeze(detector, [0])
+    model = teacher if sick == "teacher" else detector
+    with torch.no_grad():
+        next(iter(model.class_embed[0].parameters())).fill_(float("nan"))
+    learner = Learner(
+        detector, seen=[0], teacher=teacher, teacher_classes=[0], rule=PseudoRule(foreground=0.0)
+    )
+    sum(learner(batch()).values()).backward()
+    norm = torch.nn.utils.clip_grad_norm_(learner.parameters(), 0.1)
+    assert not torch.isfinite(norm)
