@@ -236,5 +236,5 @@ def test_missing_and_unreadable_files_are_told_apart(tmp_path):
     if os.geteuid() != 0:
         path = write(tmp_path / "a.json", coco())
         path.chmod(0)
-        with pytest.raises(InputError, match="may not be read"):
+        with pytest.raises(InputError, match="cannot be read: Permission"):
             load_coco(path, tmp_path)

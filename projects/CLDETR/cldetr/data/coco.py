@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import mmap
 import os
@@ -22,6 +21,7 @@ from cldetr.data.problems import Problems
 from cldetr.data.texts import PackedTexts
 from cldetr.data.validate import LoadReport, check_columns, is_unsafe
 from cldetr.errors import InputError
+from cldetr.files import sha256_file
 from cldetr.scenario import Category
 
 logger = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ def load_coco(
     path, root = Path(json_file), Path(image_root)
     begun = time.perf_counter()
     with _open(path) as content:
-        fingerprint = hashlib.sha256(content).hexdigest()
+        fingerprint = sha256_file(path)
         cache = None if cache_dir is None else cache_file(cache_dir, fingerprint, bad_boxes)
         fields = None if cache is None else read_cache(cache)
         cached = fields is not None
@@ -163,15 +163,16 @@ def _read_fields(content: mmap.mmap | bytes, name: str, drop_bad_boxes: bool) ->
 def _open(path: Path) -> Iterator[mmap.mmap | bytes]:
     """The content of a file without a copy of it in memory."""
     try:
-        with path.open("rb") as stream:
-            if os.fstat(stream.fileno()).st_size == 0:
-                yield b""
-                return
-            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                yield content
+        stream = path.open("rb")
     except FileNotFoundError:
         raise InputError(f"there is no annotation file {path}: check the path") from None
     except IsADirectoryError:
         raise InputError(f"{path} is a folder: give the annotation file in it") from None
-    except PermissionError:
-        raise InputError(f"the annotation file {path} may not be read: check its rights") from None
+    except OSError as error:
+        raise InputError(f"the annotation file {path} cannot be read: {error.strerror}") from None
+    with stream:
+        if os.fstat(stream.fileno()).st_size == 0:
+            yield b""
+            return
+        with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            yield content
