@@ -15,6 +15,7 @@ from cldetr.errors import InputError
 # and `run(args) -> int`; it is imported only when asked for, so that `--help` answers at once.
 COMMANDS = {
     "doctor": "tell what works on this machine and what does not, with the fix",
+    "demo": "train CL-DETR and fine-tuning on the embedded data set, in minutes on a CPU",
     "build": "compile the fast operators for this machine",
     "shapes": "generate the embedded data set",
     "split": "divide a data set into phases, audit and save the result",
