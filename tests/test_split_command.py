@@ -84,7 +84,7 @@ def test_printed_report_fits_a_terminal_and_says_what_matters(annotations, tmp_p
     assert max(len(line) for line in text.splitlines()[2:]) <= 100
     for word in ("5+2+1", "strict", "data seed 0", "images", "annotated", "instances"):
         assert word in text
-    for finding in ("image overlap: none", "stay unannotated", "classes without instances: none"):
+    for finding in ("image overlap: none", "left unannotated", "classes without instances: none"):
         assert finding in text
     for category in json.loads(annotations.read_text())["categories"]:
         assert category["name"] in text

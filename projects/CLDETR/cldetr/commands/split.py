@@ -171,11 +171,11 @@ def _findings(scenario: Scenario, audit: Mapping[str, Any]) -> Iterator[str]:
     for phase in audit["phases"]:
         hidden = phase["hidden"]
         total = sum(hidden.values())
-        never = f", {hidden['never']:,} never learnt" if hidden["never"] else ""
+        never = f", {hidden['never']:,} of none" if hidden["never"] else ""
         yield (
-            f"  phase {phase['index']}: {total:,} objects in {phase['images_with_hidden']:,} "
-            f"images stay unannotated ({hidden['old']:,} of old classes, {hidden['future']:,} of "
-            f"later ones{never})"
+            f"  phase {phase['index']}: {total:,} objects left unannotated in "
+            f"{phase['images_with_hidden']:,} images ({hidden['old']:,} of old classes, "
+            f"{hidden['future']:,} of later{never})"
         )
         if phase["left_out"]:
             yield f"  phase {phase['index']}: boxes left out at loading: {phase['left_out']:,}"
