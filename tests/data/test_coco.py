@@ -102,6 +102,19 @@ def test_boxes_are_clipped_or_left_out_and_counted(tmp_path, caplog):
     assert "2 boxes clipped" in caplog.text
 
 
+def test_untrimmed_boxes_are_as_in_the_file_and_cached_apart(tmp_path):
+    content = coco()
+    content["annotations"][0]["bbox"] = [-5, -5, 20, 20]
+    content["annotations"][1]["bbox"] = [10, 10, 0, 5]
+    path = write(tmp_path / "a.json", content)
+    for _ in range(2):  # from the file, then from the cache
+        trimmed = load_coco(path, tmp_path, cache_dir=tmp_path / "cache")
+        raw = load_coco(path, tmp_path, cache_dir=tmp_path / "cache", trim=False)
+        assert raw.boxes[:2].tolist() == [[-5, -5, 20, 20], [10, 10, 0, 5]]
+        assert (raw.report.clipped, raw.report.dropped_empty) == (0, 0)
+        assert (trimmed.report.clipped, trimmed.report.dropped_empty) == (1, 1)
+
+
 def test_categories_without_objects_and_crowd_only_images_are_reported(tmp_path, caplog):
     content = coco(objects=[(1, 1), (2, 1)])
     content["annotations"][1]["iscrowd"] = 1

@@ -39,9 +39,12 @@ ARRAYS = (
 _DIGEST = 32  # bytes of a SHA-256
 
 
-def cache_file(folder: str | os.PathLike[str], fingerprint: str, bad_boxes: str) -> Path:
-    """Where the arrays of a content are kept, read with that option."""
-    return Path(folder) / f"{fingerprint}-{bad_boxes}-v{FORMAT}.npz"
+def cache_file(
+    folder: str | os.PathLike[str], fingerprint: str, bad_boxes: str, trim: bool
+) -> Path:
+    """Where the arrays of a content are kept, read with these options."""
+    boxes = "trimmed" if trim else "raw"
+    return Path(folder) / f"{fingerprint}-{bad_boxes}-{boxes}-v{FORMAT}.npz"
 
 
 def write_cache(path: Path, fields: Mapping[str, Any]) -> None:

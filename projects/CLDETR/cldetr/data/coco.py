@@ -93,6 +93,7 @@ def load_coco(
     *,
     name: str | None = None,
     bad_boxes: str = "stop",
+    trim: bool = True,
     cache_dir: str | os.PathLike[str] | None = None,
 ) -> CocoData:
     """Reads and checks a COCO instances file.
@@ -108,6 +109,8 @@ def load_coco(
         name: what messages call the data set; the file's name by default.
         bad_boxes: "stop" at boxes that are not four finite numbers with sizes ≥ 0, or "drop" and
             count them.
+        trim: False keeps empty boxes and those over the border as they are, for evaluation: the
+            numbers are then those of pycocotools on the same file.
         cache_dir: where to keep the arrays for later loads of the same content.
     """
     if bad_boxes not in ("stop", "drop"):
@@ -116,11 +119,11 @@ def load_coco(
     begun = time.perf_counter()
     with _open(path) as content:
         fingerprint = sha256_file(path)
-        cache = None if cache_dir is None else cache_file(cache_dir, fingerprint, bad_boxes)
+        cache = None if cache_dir is None else cache_file(cache_dir, fingerprint, bad_boxes, trim)
         fields = None if cache is None else read_cache(cache)
         cached = fields is not None
         if fields is None:
-            fields = _read_fields(content, str(path), bad_boxes == "drop")
+            fields = _read_fields(content, str(path), bad_boxes == "drop", trim)
     data = CocoData(
         name=path.stem if name is None else name,
         json_file=path,
@@ -145,11 +148,13 @@ def load_coco(
     return data
 
 
-def _read_fields(content: mmap.mmap | bytes, name: str, drop_bad_boxes: bool) -> dict[str, Any]:
+def _read_fields(
+    content: mmap.mmap | bytes, name: str, drop_bad_boxes: bool, trim: bool
+) -> dict[str, Any]:
     """The fields of a `CocoData` that depend on the file's content alone."""
     problems = Problems()
     columns = read_columns(content, name, problems)
-    checked = check_columns(columns, problems, name, drop_bad_boxes)
+    checked = check_columns(columns, problems, name, drop_bad_boxes=drop_bad_boxes, trim=trim)
     return {
         "image_ids": columns.image_ids,
         "file_names": PackedTexts.pack(columns.file_names),

@@ -89,7 +89,7 @@ class CheckedObjects:
 
 
 def check_columns(
-    columns: Columns, problems: Problems, name: str, drop_bad_boxes: bool
+    columns: Columns, problems: Problems, name: str, *, drop_bad_boxes: bool, trim: bool
 ) -> CheckedObjects:
     """Checks everything, raises one error for all that is wrong, and returns what is kept.
 
@@ -98,6 +98,7 @@ def check_columns(
         problems: what reading it already found.
         name: what messages call the file.
         drop_bad_boxes: leave out boxes that are no boxes instead of stopping.
+        trim: leave out empty and outside boxes, and cut the others to their image.
     """
     categories = _check_categories(columns, problems)
     _check_images(columns, problems)
@@ -108,7 +109,9 @@ def check_columns(
     bad = _check_annotations(columns, numbers, labels, problems, drop_bad_boxes)
     problems.stop(name)
 
-    boxes, outside, clipped = _clip(columns, numbers, bad)
+    boxes, outside, clipped = columns.boxes, np.zeros_like(bad), np.zeros_like(bad)
+    if trim:
+        boxes, outside, clipped = _clip(columns, numbers, bad)
     kept = np.flatnonzero(~bad & ~outside)
     kept = kept[np.argsort(numbers[kept], kind="stable")]
     boxes, computed = boxes[kept], np.isnan(columns.areas[kept])

@@ -66,6 +66,7 @@ class IncrementalRun:
         comm.synchronize()
         self.data = RunData(recipe)
         self.data.check(self.ledger.root)
+        self.data.register(self.ledger.root)
         self.device = torch.device(recipe.runtime.device)
         torch.manual_seed(recipe.seed)
         self.detector = recipe.model.build(len(self.data.scenario.categories)).to(self.device)
@@ -319,6 +320,7 @@ class IncrementalRun:
             return ExemplarMemory.empty(self.data.scenario)
         memory = ExemplarMemory.load(self.ledger.folder(phase, "select"))
         memory.check(self.data.scenario, self.data.train)
+        self.data.register_memory(self.ledger.root, memory)
         return memory
 
     def _score(self, phase: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from detectron2.utils import comm
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from cldetr.data.catalog import register_exemplars, register_views, registered_file
 from cldetr.data.coco import CocoData, load_coco
 from cldetr.data.exemplars import Context, find_strategy, resolve_budget
 from cldetr.data.loader import MappedDataset, SampleOrder
@@ -37,12 +38,20 @@ class RunData:
     def __init__(self, recipe: Recipe) -> None:
         """Reads the annotation files and divides them by the scenario."""
         self.recipe = recipe
-        self.train = self._load(recipe.data.train)
-        self.test = self._load(recipe.data.test)
+        self.train = self._load(recipe.data.train, trim=True)
+        self.test = self._load(recipe.data.test, trim=False)
         self.scenario = self._scenario()
         categories = self.scenario.categories
         parts = [evaluation_part(data, source, categories) for source, data in self.test.items()]
         self._test_view = View(categories, parts, self.test, name="test")
+
+    def register(self, root: Path) -> None:
+        """Registers the run's views with Detectron2, as `cldetr/<run directory>/phase1` and so on."""
+        register_views(self.scenario, self.train, str(root), evaluation=self.test)
+
+    def register_memory(self, root: Path, memory: ExemplarMemory) -> None:
+        """Registers E_1:i likewise, as `cldetr/<run directory>/exemplars<i>`."""
+        register_exemplars(self.scenario, self.train, str(root), memory.image_ids)
 
     def check(self, root: Path) -> None:
         """Holds the scenario against the run's manifest, or writes it; looks at the image files."""
@@ -162,14 +171,16 @@ class RunData:
     def _per_epoch(self, images: int) -> int:
         return SampleOrder(images, self.recipe.optimizer.batch, seed=(0,)).steps_per_epoch
 
-    def _load(self, references: Sequence[str]) -> dict[str, CocoData]:
+    def _load(self, references: Sequence[str], trim: bool) -> dict[str, CocoData]:
         """Reads data sets by source: a single one is the base, several go by their names."""
         if not references:
             raise InputError("no data set is given: set DATASETS.TRAIN and DATASETS.TEST")
         loaded = []
         for reference in references:
             json_file, image_root = locate(reference)
-            loaded.append(load_coco(json_file, image_root, bad_boxes=self.recipe.data.bad_boxes))
+            loaded.append(
+                load_coco(json_file, image_root, bad_boxes=self.recipe.data.bad_boxes, trim=trim)
+            )
         return {BASE: loaded[0]} if len(loaded) == 1 else {data.name: data for data in loaded}
 
     def _scenario(self) -> Scenario:
@@ -193,13 +204,5 @@ def locate(reference: str) -> tuple[str, str]:
     head, mark, folder = reference.partition(".json:")
     if mark:
         return f"{head}.json", folder
-    from detectron2.data import DatasetCatalog, MetadataCatalog
-
-    if reference not in DatasetCatalog.list():
-        raise InputError(
-            f"{reference!r} is neither a registered data set nor ANNOTATIONS.json:IMAGE_FOLDER"
-        )
-    metadata = MetadataCatalog.get(reference)
-    if not hasattr(metadata, "json_file") or not hasattr(metadata, "image_root"):
-        raise InputError(f"the data set {reference!r} is not in COCO format")
-    return metadata.json_file, metadata.image_root
+    file = registered_file(reference)
+    return file.json_file, file.image_root
