@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+
 from cldetr import __version__
 from cldetr.cli import COMMANDS, main
 

@@ -4,8 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cldetr
 import pytest
+
+import cldetr
 from cldetr.cli import main
 from cldetr.data.shapes import ShapesOptions, ensure_shapes
 from cldetr.doctor import Finding, examine

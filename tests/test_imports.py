@@ -3,8 +3,9 @@
 import ast
 from pathlib import Path
 
-import cldetr
 import pytest
+
+import cldetr
 
 ROOT = Path(cldetr.__file__).parent
 

@@ -4,6 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
+from pycocotools.coco import COCO
+from scipy import ndimage
+
 from cldetr.cli import main
 from cldetr.data.shapes import (
     MARKER,
@@ -15,9 +19,6 @@ from cldetr.data.shapes import (
 )
 from cldetr.data.silhouettes import SILHOUETTES, draw_silhouette
 from cldetr.errors import InputError
-from PIL import Image
-from pycocotools.coco import COCO
-from scipy import ndimage
 
 SMALL = ShapesOptions(train_images=60, val_images=20, seed=3)
 

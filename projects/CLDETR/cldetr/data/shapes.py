@@ -167,7 +167,9 @@ def draw_scene(options: ShapesOptions, split: str, number: int) -> Scene:
     canvas, tones = draw_background(rng, options.size)
     owner = np.full((options.size, options.size), -1)  # the topmost object of each pixel
     colours: list[np.ndarray] = []
-    labels, boxes, areas = [], [], []
+    labels: list[int] = []
+    boxes: list[np.ndarray] = []
+    areas: list[float] = []
     solid, visible = np.zeros(0, int), np.zeros(0, int)  # (O,) px of each object placed so far
     for label in wanted.tolist():
         extent = options.size * _EXTENT[0] * (_EXTENT[1] / _EXTENT[0]) ** rng.random()
