@@ -24,6 +24,7 @@ import numpy as np
 from cldetr.data.counts import ClassCounts, kl_curve
 from cldetr.data.exemplars import select_random
 from cldetr.data.greedy_kl import Objective, choose_greedily, compiled_is_loaded
+from cldetr.layers.libraries import load_libraries
 
 
 def draw_counts(images: int, seed: int = 0) -> ClassCounts:
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--dense-steps", type=int, default=40)
     args = parser.parse_args()
 
+    load_libraries()
     counts = draw_counts(args.images)
     number = round(args.images * args.budget)
     ways = ["numpy"] + ["compiled"] * compiled_is_loaded()

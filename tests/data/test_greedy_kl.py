@@ -5,19 +5,31 @@ from math import prod
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cldetr.data import greedy_kl
 from cldetr.data.counts import ClassCounts, kl_curve, kl_divergence
 from cldetr.data.greedy_kl import Objective, choose_greedily, instance_bins
+from cldetr.layers.libraries import load_libraries
+
+load_libraries()
 
 
-@pytest.fixture(params=["numpy", "compiled"])
+needs_compiled = pytest.mark.skipif(
+    not greedy_kl.compiled_is_loaded(), reason="the operators are not compiled: `cldetr build`"
+)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param(False, id="numpy"),
+        pytest.param(True, id="compiled", marks=needs_compiled),
+    ]
+)
 def compiled(request):
-    if request.param == "compiled" and not greedy_kl.compiled_is_loaded():
-        pytest.skip("the operators are not compiled: run `cldetr build`")
-    return request.param == "compiled"
+    return request.param
 
 
 def exhaustive(objective: Objective, number: int) -> list[int]:
@@ -56,11 +68,10 @@ def test_numpy_choice_equals_exhaustive_greedy(rows, number):
     assert choose_greedily(objective, number, False).tolist() == exhaustive(objective, number)
 
 
+@needs_compiled
 @settings(max_examples=150, deadline=None)
 @given(rows=image_lists, number=st.integers(1, 14))
 def test_compiled_choice_equals_exhaustive_greedy(rows, number):
-    if not greedy_kl.compiled_is_loaded():
-        pytest.skip("the operators are not compiled: run `cldetr build`")
     objective = Objective.classes(ClassCounts.from_labels(rows, 5))
     assert choose_greedily(objective, number, True).tolist() == exhaustive(objective, number)
 
@@ -103,9 +114,8 @@ def test_each_choice_has_the_least_divergence(compiled):
         assert kl[chosen[step]] <= kl.min() + 1e-12
 
 
+@needs_compiled
 def test_numpy_and_compiled_choose_alike_over_many_refreshes():
-    if not greedy_kl.compiled_is_loaded():
-        pytest.skip("the operators are not compiled: run `cldetr build`")
     for objective in (
         Objective.classes(random_counts(1, 3000, 30)),
         Objective.classes_and_instances(random_counts(2, 3000, 30)),
@@ -221,11 +231,8 @@ def test_joint_objective_keeps_the_number_of_objects_per_image():
     assert kl_curve(counts, joint)[-1] < 1e-2
 
 
+@needs_compiled
 def test_compiled_loop_refuses_arrays_that_do_not_fit():
-    if not greedy_kl.compiled_is_loaded():
-        pytest.skip("the operators are not compiled: run `cldetr build`")
-    import torch
-
     one, two = torch.ones(1, dtype=torch.int64), torch.tensor([0, 1])
     floats = torch.ones(1, dtype=torch.float64)
     zero = torch.zeros(1, dtype=torch.int64)
