@@ -10,7 +10,9 @@ from cldetr.data.loader import PositionDataset, SampleOrder, StepSampler, train_
 from cldetr.data.mapper import Augmentation, Mapper
 from cldetr.errors import InputError
 
-SMALL = Augmentation(short_sides=(32, 40), max_side=60, crop_short_sides=(36,), crop_window=(20, 30))
+SMALL = Augmentation(
+    short_sides=(32, 40), max_side=60, crop_short_sides=(36,), crop_window=(20, 30)
+)
 
 
 @pytest.fixture
@@ -94,7 +96,7 @@ def test_workers_change_nothing_and_draw_nothing_from_the_global_stream(entries)
 def test_two_processes_share_the_batches_of_one(entries):
     alone = load(entries)
     parts = zip(load(entries, rank=0, world=2), load(entries, rank=1, world=2), strict=True)
-    assert all(same(batch, [*left, *right]) for batch, (left, right) in zip(alone, parts))
+    assert all(same(batch, [*left, *right]) for batch, (left, right) in zip(alone, parts, strict=True))
 
 
 def test_a_batch_that_processes_cannot_share_is_refused():
