@@ -12,7 +12,7 @@ from cldetr.data.exemplars import Context, find_strategy
 from cldetr.data.memory import ExemplarMemory, PhaseExemplars, phase_counts
 from cldetr.errors import InputError
 from cldetr.files import sha256_json
-from cldetr.scenario import BASE, make_scenario
+from cldetr.scenario import BASE, make_scenario, make_separate_scenario
 
 NAMES = ["ant  [small]", "bee", "cow", "dog"]
 
@@ -147,6 +147,39 @@ def test_coco_file_holds_the_exemplars_with_labels_of_their_phase(data, tmp_path
             for record in phase.classes
         ]
         assert counts == [record.objects_in_exemplars for record in phase.classes]
+
+
+def test_separate_data_sets_are_matched_by_name(data, tmp_path):
+    content = json.loads(data.json_file.read_text())
+    ids = {1: 4, 3: 5, 7: 2, 9: 3}  # the same names under other ids, in another order
+    for annotation in content["annotations"]:
+        annotation["category_id"] = ids[annotation["category_id"]]
+    for category in content["categories"]:
+        category["id"] = ids[category["id"]]
+        if category["name"] == "cow":
+            category["name"] = "emu"
+    (tmp_path / "later.json").write_text(json.dumps(content))
+    later = load_coco(tmp_path / "later.json", tmp_path)
+    scenario = make_separate_scenario([data, later])
+    sources = {source.name: source for source in (data, later)}
+    assert [scenario.categories[label].name for label in scenario.phase(2).classes] == ["emu"]
+    assert later.categories[0].name == "emu"
+    counts = phase_counts(scenario, 2, later)
+    emus = int(((later.labels == 0) & ~later.crowd).sum())
+    assert counts.class_totals().tolist() == [emus]
+
+    memory = ExemplarMemory.empty(scenario)
+    for phase, source in zip(scenario.phases, (data, later), strict=True):
+        own = phase_counts(scenario, phase.index, source)
+        selection = find_strategy("kl")(own, 5, Context())
+        memory = memory.add(
+            PhaseExemplars.of(scenario, phase.index, own, selection, strategy="kl", budget=5)
+        )
+    memory.save(tmp_path / "memory", sources)
+    ExemplarMemory.load(tmp_path / "memory").check(scenario, sources)
+    coco = COCO(str(tmp_path / "memory" / "exemplars_phase2.json"))
+    assert coco.getCatIds() == [scenario.categories[4].id]
+    assert len(coco.getAnnIds(iscrowd=False)) == memory.phases[1].classes[0].objects_in_exemplars
 
 
 def test_saving_again_gives_the_same_bytes(data, tmp_path):
