@@ -2,7 +2,6 @@
 # otherwise everything happens in .venv.
 ENVIRONMENT := $(shell sh tools/environment.sh)
 BIN := $(ENVIRONMENT)/bin
-SHAPES := datasets/shapes
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test test-slow lint format demo doctor clean
@@ -28,10 +27,8 @@ format: setup ## put the code in style
 	$(BIN)/python -m ruff check --fix
 	$(BIN)/python -m ruff format
 
-demo: setup ## the main job on the embedded data set
-	$(BIN)/cldetr shapes --out $(SHAPES) --draw output/demo/shapes.png
-	$(BIN)/cldetr split --annotations $(SHAPES)/annotations/instances_train.json \
-		--scenario 8+2 --protocol strict --order id --out output/demo/split
+demo: setup ## train CL-DETR and fine-tuning on the embedded data set, minutes on a CPU
+	$(BIN)/cldetr demo --out output/demo
 
 doctor: setup ## tell what works on this machine
 	$(BIN)/cldetr doctor

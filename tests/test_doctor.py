@@ -9,7 +9,7 @@ import pytest
 import cldetr
 from cldetr.cli import main
 from cldetr.data.shapes import ShapesOptions, ensure_shapes
-from cldetr.doctor import Finding, examine
+from cldetr.doctor import examine
 
 PROJECT = Path(cldetr.__file__).parents[1]
 
@@ -45,15 +45,11 @@ def test_whatever_is_not_in_order_comes_with_a_fix(findings):
     assert all(found.fix for found in findings.values() if found.status != "ok")
 
 
-def data_sets(root: Path) -> dict[str, Finding]:
-    found = {finding.name: finding for finding in examine(root, root)}
-    return {name: found[name] for name in ("COCO 2017", "shapes")}
-
-
-def test_data_sets_are_found_where_they_are_and_missing_parts_named(tmp_path):
-    ensure_shapes(tmp_path / "shapes", ShapesOptions(train_images=10, val_images=10))
-    (tmp_path / "coco" / "val2017").mkdir(parents=True)
-    found = data_sets(tmp_path)
+def test_data_sets_are_found_where_they_are_and_missing_parts_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ensure_shapes("datasets/shapes", ShapesOptions(train_images=10, val_images=10))
+    (tmp_path / "data" / "coco" / "val2017").mkdir(parents=True)
+    found = {finding.name: finding for finding in examine(tmp_path / "data", tmp_path)}
     assert found["shapes"].status == "ok"
     assert found["COCO 2017"].status == "warn"
     assert "coco/annotations/instances_val2017.json" in found["COCO 2017"].text
@@ -66,9 +62,9 @@ def test_json_says_the_same_and_the_status_is_zero(tmp_path, monkeypatch, capsys
     assert main(["doctor", "--json", "--output", str(tmp_path)]) == 0
     content = json.loads(capsys.readouterr().out)
     assert content["can_train"] is True
-    shapes = next(found for found in content["findings"] if found["name"] == "shapes")
-    assert shapes["status"] == "warn"
-    assert str(tmp_path / "elsewhere") in shapes["text"]
+    coco = next(found for found in content["findings"] if found["name"] == "COCO 2017")
+    assert coco["status"] == "warn"
+    assert str(tmp_path / "elsewhere") in coco["text"]
 
 
 def run_without_packages(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,8 +41,8 @@ def main() -> int:
     install_requirements(own)
     install_detectron2()
     install_package()
-    build_operators()
-    stamp.write_text(digest)
+    if build_operators():
+        stamp.write_text(digest)  # otherwise the next set-up tries again
     say("done. `cldetr doctor` tells what works here" + activation_hint(own))
     return 0
 
@@ -140,30 +141,32 @@ def install_package() -> None:
     pip("install", "--no-deps", *(["--no-build-isolation"] if recent else []), "-e", str(ROOT))
 
 
-def build_operators() -> None:
-    """Compiles the fast operators; without a compiler the plain PyTorch ones serve."""
+def build_operators() -> bool:
+    """Compiles the fast operators, where that is possible; the plain PyTorch ones always serve.
+
+    Returns:
+        Whether all is done: True also without a compiler, where nothing can be tried.
+    """
     compilers = [os.environ.get("CXX"), "c++", "g++", "clang++"]
-    if not any(name and shutil.which(name) for name in compilers):
+    if not any(name and shutil.which(shlex.split(name)[0]) for name in compilers):
         say(
             "WARNING: no C++ compiler found. Everything works with the plain PyTorch operators, "
             "only slower. Install g++ or clang++, then: cldetr build"
         )
-        return
+        return True
     say("compiling the operators (a minute or two)")
-    run([sys.executable, "-m", "cldetr.cli", "build"], "the operators did not compile")
+    if subprocess.run([sys.executable, "-m", "cldetr.cli", "build"], cwd=ROOT).returncode:
+        say("WARNING: the operators did not compile (see above); going on without them, slower")
+        return False
+    return True
 
 
 def pip(*arguments: str, environment: dict[str, str] | None = None) -> None:
-    """Runs this environment's pip, quietly."""
+    """Runs this environment's pip, quietly, and ends the set-up with one line where it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", *arguments]
-    run(command, "pip failed", environment)
-
-
-def run(command: list[str], failure: str, environment: dict[str, str] | None = None) -> None:
-    """Runs a command and ends the set-up with one line where it fails."""
     status = subprocess.run(command, cwd=ROOT, env={**os.environ, **(environment or {})}).returncode
     if status:
-        sys.exit(f"setup: {failure} (see above); the command was:\n  {' '.join(command)}")
+        sys.exit(f"setup: pip failed (see above); the command was:\n  {shlex.join(command)}")
 
 
 def activation_hint(own: bool) -> str:

@@ -38,7 +38,7 @@ def examine(data_root: Path, output: Path) -> Iterator[Finding]:
     """Examines Python, libraries, operators, data sets and the machine, in this order.
 
     Args:
-        data_root: The folder that holds the data sets.
+        data_root: Detectron2's folder of data sets, where COCO is looked for.
         output: Where runs would be written; it need not exist yet.
 
     Yields:
@@ -52,6 +52,8 @@ def examine(data_root: Path, output: Path) -> Iterator[Finding]:
         yield from _cuda(torch)
         yield _torchvision(torch)
     yield _detectron2()
+    if torch:
+        yield from _operators(torch)
     yield from _data_sets(data_root)
     yield _disk(output)
     yield from _memory()
@@ -167,6 +169,31 @@ def _detectron2() -> Finding:
     return Finding("Detectron2", "ok", f"{source}; {compiled}")
 
 
+def _operators(torch: ModuleType) -> Iterator[Finding]:
+    """Reports the compiled operators; plain PyTorch ones stand in for those that are not there."""
+    from cldetr.layers.cuda_toolkit import find_cuda_toolkit
+    from cldetr.layers.libraries import op_backends
+
+    cpu, cuda = (op_backends()[name] for name in ("cpu", "cuda"))
+    if cpu.loaded:
+        yield Finding("operators, CPU", "ok", f"compiled with {cpu.built_with}")
+    else:
+        text = f"plain PyTorch, much slower: the compiled library is {cpu.reason}"
+        yield Finding("operators, CPU", "warn", text, "`cldetr build` (needs g++ or clang++)")
+    if not torch.version.cuda:
+        return
+    toolkit = find_cuda_toolkit()
+    nvcc = toolkit if isinstance(toolkit, str) else f"nvcc {toolkit.version} at {toolkit.nvcc}"
+    if cuda.loaded:
+        yield Finding("operators, CUDA", "ok", f"compiled; {nvcc}")
+    elif torch.cuda.is_available():
+        text = f"plain PyTorch, much slower: the compiled library is {cuda.reason}; {nvcc}"
+        fix = f"with nvcc {torch.version.cuda.split('.')[0]}.x: `cldetr build --cuda on`"
+        yield Finding("operators, CUDA", "warn", text, fix)
+    else:
+        yield Finding("operators, CUDA", "ok", f"not there, nor needed without a device; {nvcc}")
+
+
 def _data_sets(root: Path) -> Iterator[Finding]:
     coco = [
         *(f"coco/annotations/instances_{split}2017.json" for split in ("train", "val")),
@@ -179,7 +206,8 @@ def _data_sets(root: Path) -> Iterator[Finding]:
         *(f"shapes/annotations/instances_{split}.json" for split in ("train", "val")),
         *(f"shapes/images/{split}" for split in ("train", "val")),
     ]
-    yield _data_set("shapes", root, shapes, f"`cldetr shapes --out {root / 'shapes'}`, in seconds")
+    # The place that `cldetr shapes` writes to and configs read from, whatever Detectron2's is.
+    yield _data_set("shapes", Path("datasets"), shapes, "`cldetr shapes`, in seconds")
 
 
 def _data_set(name: str, root: Path, paths: list[str], fix: str) -> Finding:

@@ -14,7 +14,7 @@ from cldetr import __version__
 from cldetr.doctor import Finding, default_data_root, examine
 
 _MARKS = {"ok": " ok ", "warn": "warn", "fail": "FAIL"}
-_WIDTH, _INDENT = 100, 22
+_WIDTH, _INDENT = 100, 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--datasets",
         type=Path,
         metavar="DIR",
-        help="where the data sets are (default: $DETECTRON2_DATASETS, else ./datasets)",
+        help="where COCO is looked for (default: $DETECTRON2_DATASETS, else ./datasets)",
     )
     parser.add_argument(
         "--output",
