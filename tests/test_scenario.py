@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cldetr.data.coco import load_coco
 from cldetr.errors import InputError
-from cldetr.scenario import PRESETS, make_scenario, make_separate_scenario, released_memory
+from cldetr.scenario import PRESETS, make_scenario, make_separate_scenario
 
 from .coco_files import Labels
 
@@ -158,20 +158,6 @@ def test_released_orders_are_those_of_the_authors_code():
     shuffled = np.arange(118_287)
     np.random.RandomState(123).shuffle(shuffled)
     assert halves.phases[1].image_ids == tuple(shuffled[59_143:-1].tolist())  # the last is lost
-
-
-def test_released_memory_takes_the_first_tenth_and_drops_images_without_the_classes():
-    rng = np.random.default_rng(0)
-    data = Labels(8, [rng.integers(0, 8, rng.integers(3)).tolist() for _ in range(500)])
-    made = make_scenario("6+2", data, order="released")
-    labels = dict(
-        zip(data.image_ids.tolist(), np.split(data.labels, data.starts[1:-1]), strict=True)
-    )
-    for phase in made.phases:
-        tenth = phase.image_ids[: len(phase.image_ids) // 10]
-        expected = tuple(i for i in tenth if set(labels[i]) & set(phase.classes))
-        assert released_memory(made, phase.index, data) == expected
-        assert 0 < len(expected) < len(tenth)
 
 
 @pytest.mark.data

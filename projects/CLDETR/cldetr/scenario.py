@@ -260,20 +260,6 @@ def images_with(data: Annotations, labels: Sequence[int]) -> np.ndarray:
     return np.unique(owners[wanted[data.labels]])
 
 
-def released_memory(
-    scenario: Scenario, index: int, data: Annotations, share: float = 0.1
-) -> tuple[int, ...]:
-    """Exemplars of phase `index` as the released code takes them, in place of Eq. 6.
-
-    The first `share` of the phase's images in the order drawn, less those without an object of the
-    phase's classes.
-    """
-    phase = scenario.phase(index)
-    first = phase.image_ids[: int(len(phase.image_ids) * share)]
-    annotated = set(data.image_ids[images_with(data, phase.classes)].tolist())
-    return tuple(image for image in first if image in annotated)
-
-
 def _cut(sizes: Sequence[int], images: int, seed: int, released: bool) -> list[np.ndarray]:
     """Shuffles image numbers and cuts them in proportion to `sizes`, in integers (no rounding)."""
     shuffled = np.arange(images)
