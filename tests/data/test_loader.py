@@ -96,7 +96,9 @@ def test_workers_change_nothing_and_draw_nothing_from_the_global_stream(entries)
 def test_two_processes_share_the_batches_of_one(entries):
     alone = load(entries)
     parts = zip(load(entries, rank=0, world=2), load(entries, rank=1, world=2), strict=True)
-    assert all(same(batch, [*left, *right]) for batch, (left, right) in zip(alone, parts, strict=True))
+    assert all(
+        same(batch, [*left, *right]) for batch, (left, right) in zip(alone, parts, strict=True)
+    )
 
 
 def test_a_batch_that_processes_cannot_share_is_refused():
