@@ -15,17 +15,9 @@ ROOT = Path(__file__).parents[2]
 TINY = str(Path(__file__).parent / "tiny.yaml")
 
 
-def start(folder, shapes, *more):
+def start(folder, shapes, *more, launcher=()):
     """Starts the tiny run as a user would."""
-    command = [
-        sys.executable,
-        "-W",
-        "ignore",
-        str(ROOT / "train_net.py"),
-        "--config-file",
-        TINY,
-        *more,
-    ]
+    command = [sys.executable, *launcher, str(ROOT / "train_net.py"), "--config-file", TINY, *more]
     return subprocess.Popen(
         [*command, *shapes, "OUTPUT_DIR", str(folder)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},

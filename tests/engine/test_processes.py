@@ -58,3 +58,9 @@ def test_two_machines_train_together(tiny_shapes, tmp_path):
     said = [finish(machine) for machine in machines]
     assert "after phase 2" in said[0]
     assert (tmp_path / "results.json").exists()
+
+
+def test_torchrun_starts_the_processes_too(tiny_shapes, tmp_path):
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    process = start(tmp_path, tiny_shapes, launcher=launcher)
+    assert "after phase 2" in finish(process)

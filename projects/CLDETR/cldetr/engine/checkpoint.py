@@ -33,9 +33,18 @@ class Checkpoint:
 
 
 def save_state(path: Path, state: Mapping[str, Any]) -> str:
-    """Writes a dictionary of tensors and plain data atomically; returns the file's SHA-256."""
-    with atomic_path(path) as partial:
-        torch.save(dict(state), partial)
+    """Writes a dictionary of tensors and plain data atomically; returns the file's SHA-256.
+
+    Where the disk is full or broken, the partial file is removed and older ones stay.
+    """
+    try:
+        with atomic_path(path) as partial:
+            torch.save(dict(state), partial)
+    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
+        raise InputError(
+            f"cannot write {path}: {str(error).splitlines()[0]}. What was saved before is kept; "
+            "make room on the disk and go on with --resume"
+        ) from error
     return sha256_file(path)
 
 

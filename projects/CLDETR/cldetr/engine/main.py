@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+import torch.distributed
 import torch.multiprocessing as mp
 from detectron2.engine import default_argument_parser, launch
 from detectron2.utils import comm
@@ -36,6 +37,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         read_recipe(args)  # a misspelt key is told before processes start
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return _join(args)
         if args.num_machines * args.num_gpus > 1:
             return _launch(args)
         return _work(args)
@@ -107,6 +110,19 @@ def _log_to(path: Path) -> None:
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s"))
     logging.getLogger("cldetr").addHandler(handler)
+
+
+def _join(args: argparse.Namespace) -> int:
+    """Joins the processes that torchrun started and numbered."""
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    torch.distributed.init_process_group(backend, timeout=timedelta(minutes=args.timeout))
+    comm.create_local_process_group(int(os.environ["LOCAL_WORLD_SIZE"]))
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    try:
+        return _work(args)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def _launch(args: argparse.Namespace) -> int:

@@ -46,7 +46,7 @@ class RunData:
         self._test_view = View(categories, parts, self.test, name="test")
 
     def register(self, root: Path) -> None:
-        """Registers the run's views with Detectron2: `cldetr/<run directory>/phase1` …"""
+        """Registers the views with Detectron2, as `cldetr/<run directory>/phase1` and so on."""
         register_views(self.scenario, self.train, str(root), evaluation=self.test)
 
     def register_memory(self, root: Path, memory: ExemplarMemory) -> None:
