@@ -21,6 +21,13 @@ NOTHING = [  # no technique against forgetting
     *("METHOD.CALIBRATE.ENABLED", "False"),
 ]
 
+ICARL = [
+    *("METHOD.DISTILL.ENABLED", "True"),
+    *("METHOD.PSEUDO.ENABLED", "False"),
+    *("METHOD.MEMORY.STRATEGY", "herding"),
+    *("METHOD.CALIBRATE.ENABLED", "False"),
+]
+
 
 def artefacts(folder):
     """What a run ends with: weights, memory and metrics."""
@@ -142,7 +149,10 @@ def test_three_phases_with_label_completion(tiny_recipe, tmp_path):
     [
         pytest.param(NOTHING, id="fine-tuning"),
         pytest.param([*NOTHING, "METHOD.JOINT", "True"], id="joint"),
-        pytest.param(["METHOD.MEMORY.STRATEGY", "herding"], id="herding"),
+        pytest.param(ICARL, id="icarl"),
+        pytest.param(
+            [*NOTHING, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "erd"], id="erd"
+        ),
         pytest.param(["METHOD.PSEUDO.SELECT", "curriculum", "METHOD.PSEUDO.SOFT", "False"], id="p"),
         pytest.param(["SOLVER.ACCUMULATE", "2", "SOLVER.AMP.ENABLED", "True"], id="small-gpu"),
         pytest.param(["SCENARIO.PROTOCOL", "traditional", "METHOD.UNSEEN", "negative"], id="old"),

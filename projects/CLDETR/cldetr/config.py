@@ -48,6 +48,16 @@ def add_cldetr_config(cfg: CN) -> None:
 
     cfg.METHOD.PSEUDO = _pseudo_keys(enabled=True)  # DKD, Sec. 3.3
 
+    cfg.METHOD.DISTILL = CN()  # a loss against the old model, query by query
+    cfg.METHOD.DISTILL.ENABLED = False
+    cfg.METHOD.DISTILL.LOSS = "lwf"  # or "erd"
+    cfg.METHOD.DISTILL.WEIGHT = 1.0
+    cfg.METHOD.DISTILL.BOX_L1 = 5.0  # γ_2
+    cfg.METHOD.DISTILL.BOX_GIOU = 2.0  # γ_1
+    cfg.METHOD.DISTILL.NORMALISER = "queries"  # of "lwf": the mean over queries, or "images"
+    cfg.METHOD.DISTILL.DEVIATIONS = 2.0  # of "erd": responses above mean + so many deviations
+    cfg.METHOD.DISTILL.NMS_IOU = 0.005  # of "erd"
+
     cfg.METHOD.MEMORY = CN()
     cfg.METHOD.MEMORY.ENABLED = True
     cfg.METHOD.MEMORY.STRATEGY = "kl"  # Eq. 6; others: see `cldetr exemplars --help`

@@ -114,6 +114,7 @@ def _model(cfg: CfgNode) -> ModelSettings:
 def _method(cfg: CfgNode) -> dict[str, Any]:
     values = _lower(cfg)
     values["pseudo"] = _enabled(values["pseudo"])
+    values["distill"] = _enabled(values["distill"])
     values["memory"] = _enabled(values["memory"])
     values["calibrate"]["complete"] = _enabled(values["calibrate"]["complete"])
     values["calibrate"] = _enabled(values["calibrate"])

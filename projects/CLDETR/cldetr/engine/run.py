@@ -105,6 +105,7 @@ class IncrementalRun:
                 teacher=freeze(self.detector, old),  # Φ^old, before this phase
                 teacher_classes=old,
                 rule=method.pseudo,
+                distill=method.distill,
                 mask_unseen=method.unseen == "mask",
             )
         memory = None

@@ -13,9 +13,10 @@ import torch
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import Tensor, nn
 
+from cldetr.methods.distill import LOSSES, DistillRule, Pair
 from cldetr.methods.pseudo import MergeCounts, PseudoRule, make_pseudo_labels, merge_batch
 from cldetr.modeling.detector import Detector
-from cldetr.modeling.structures import DetrOutput, ImageBatch, Target
+from cldetr.modeling.structures import DetrOutput, Target
 
 
 class Learner(nn.Module):
@@ -33,6 +34,7 @@ class Learner(nn.Module):
         teacher: Detector | None = None,
         teacher_classes: Sequence[int] = (),
         rule: PseudoRule | None = None,
+        distill: DistillRule | None = None,
         annotated: Sequence[Sequence[int]] | None = None,
         mask_unseen: bool = True,
     ) -> None:
@@ -44,7 +46,8 @@ class Learner(nn.Module):
             teacher: the frozen model: Φ^old in the training step, the model at the start of
                 calibration when exemplars are completed.
             teacher_classes: labels that the teacher may give.
-            rule: how its predictions become pseudo-labels.
+            rule: how its predictions become pseudo-labels; None for none.
+            distill: the loss that compares its predictions query by query; None for none.
             annotated: labels of each phase's classes, the first phase's first. Where given, no
                 pseudo-label is of a class that is annotated on the image anyway, which its input's
                 `phase` tells; the paper's DKD does not ask.
@@ -53,6 +56,7 @@ class Learner(nn.Module):
         super().__init__()
         self.detector = detector
         self.rule = rule
+        self.distill = distill
         self.progress = 0.0  # of the stage, in [0, 1]; the trainer moves it
         self.pseudo_images = 0  # images labelled since the last reset, and those left without any
         self.pseudo_empty = 0
@@ -79,36 +83,35 @@ class Learner(nn.Module):
         """Computes the losses of a batch: L_DKD (Eq. 5) with a teacher, L_DETR (Eq. 1) without."""
         images = self.detector.preprocess(batched_inputs)
         targets = self.detector.targets(batched_inputs)
-        trusted = True
-        if self.teacher is not None and self.rule is not None:
-            targets, trusted = self._distill(images, targets, batched_inputs)
+        advice = None
+        if self.teacher is not None:
+            with torch.no_grad():
+                advice = self.teacher.predict(images)
         output = self.detector.predict(images)
-        if not trusted or not _finite(output):
+        if not _finite(output) or (advice is not None and not _finite(advice)):
             return _refuse(output)
+        if advice is not None and self.rule is not None:
+            targets = self._merge(advice, targets, batched_inputs)
         mask = self._seen if self.mask_unseen else None
-        return self.detector.criterion(output, targets, class_mask=mask)
+        losses = self.detector.criterion(output, targets, class_mask=mask)
+        if advice is not None and self.distill is not None:
+            losses |= self._compare(output, advice, self.distill)
+        return losses
 
     @torch.no_grad()
-    def _distill(
-        self, images: ImageBatch, truths: list[Target], batched_inputs: list[dict[str, Any]]
-    ) -> tuple[list[Target], bool]:
-        """Labels a batch with the teacher and merges (Alg. 1, lines 5-7).
-
-        Returns:
-            the merged labels and whether the teacher's predictions were all finite.
-        """
+    def _merge(
+        self, advice: DetrOutput, truths: list[Target], batched_inputs: list[dict[str, Any]]
+    ) -> list[Target]:
+        """Labels a batch by the teacher's predictions and merges (Alg. 1, lines 6-7)."""
         assert self.teacher is not None
         assert self.rule is not None
-        output = self.teacher.predict(images)
-        if not _finite(output):
-            return truths, False
-        logits = output.logits[-1].float()
+        logits = advice.logits[-1].float()
         usable = self._teacher_classes.expand(len(truths), -1)
         if self._annotated is not None:
             usable = usable & ~self._annotated[[entry["phase"] - 1 for entry in batched_inputs]]
         pseudo = make_pseudo_labels(
             self.teacher.scores(logits),
-            output.boxes[-1].float(),
+            advice.boxes[-1].float(),
             self.teacher.background(logits),
             usable,
             self.rule,
@@ -116,7 +119,21 @@ class Learner(nn.Module):
         )
         merged, counts = merge_batch(truths, pseudo, self.rule, most=logits.shape[1])
         self._log(counts, truths)
-        return merged, True
+        return merged
+
+    def _compare(
+        self, output: DetrOutput, advice: DetrOutput, rule: DistillRule
+    ) -> dict[str, Tensor]:
+        """The distillation loss of the last layer, in float32."""
+        pair = Pair(
+            student_logits=output.logits[-1].float(),
+            student_boxes=output.boxes[-1].float(),
+            teacher_logits=advice.logits[-1].float(),
+            teacher_boxes=advice.boxes[-1].float(),
+            old=self._teacher_classes,
+            softmax=output.logits.shape[-1] > self.detector.num_classes,
+        )
+        return LOSSES[rule.loss](pair, rule)
 
     def _log(self, counts: MergeCounts, truths: list[Target]) -> None:
         self.pseudo_images += counts.images

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cldetr.errors import InputError
+from cldetr.methods.distill import DistillRule
 from cldetr.methods.pseudo import PseudoRule
 
 
@@ -44,6 +45,7 @@ class Method:
     Attributes:
         name: what tables call it.
         pseudo: labels from the old model (DKD), or None.
+        distill: a loss against the old model's predictions, query by query (LwF, ERD), or None.
         memory: exemplars, or None.
         calibrate: the calibration step, or None. It needs a memory.
         unseen: classes of later phases have rows in the head from the start. "mask" leaves those
@@ -54,6 +56,7 @@ class Method:
 
     name: str = "finetune"
     pseudo: PseudoRule | None = None
+    distill: DistillRule | None = None
     memory: MemoryRule | None = None
     calibrate: CalibrationRule | None = None
     unseen: Literal["mask", "negative"] = "mask"
@@ -64,12 +67,10 @@ class Method:
             raise InputError("calibration needs exemplars: give the method a memory")
         if self.unseen not in ("mask", "negative"):
             raise InputError(f"unseen classes are 'mask' or 'negative', not {self.unseen!r}")
-        if self.joint and (self.pseudo or self.memory or self.calibrate):
-            raise InputError(
-                "joint training sees all data: it takes no pseudo-labels and no memory"
-            )
+        if self.joint and (self.needs_teacher or self.memory or self.calibrate):
+            raise InputError("joint training sees all data: it takes no old model and no memory")
 
     @property
     def needs_teacher(self) -> bool:
         """Whether the training step asks the old model."""
-        return self.pseudo is not None
+        return self.pseudo is not None or self.distill is not None

@@ -1,0 +1,129 @@
+"""Distillation losses of the methods that CL-DETR is compared with: query by query, no matching.
+
+Query j of the new model is compared with query j of the old one, in the last decoder layer.
+
+Shape shorthand: B images, Q queries, C outputs of the class head, K classes, S selected queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+from cldetr.errors import InputError
+from cldetr.layers.boxes import box_cxcywh_to_xyxy, paired_giou
+
+
+@dataclass(frozen=True)
+class DistillRule:
+    """Which loss, and its constants.
+
+    Attributes:
+        loss: a word of `LOSSES`.
+        weight: factor on the whole loss.
+        box_l1: γ_2, weight of the L1 distance of boxes.
+        box_giou: γ_1, weight of 1 − GIoU of boxes.
+        normaliser: of LwF, which the paper leaves open: "queries" takes the mean over queries,
+            "images" their sum per image.
+        deviations: of ERD: queries count whose response exceeds mean + this many deviations.
+        nms_iou: of ERD: class-wise suppression on the teacher's boxes before boxes are compared.
+    """
+
+    loss: str = "lwf"
+    weight: float = 1.0
+    box_l1: float = 5.0
+    box_giou: float = 2.0
+    normaliser: str = "queries"
+    deviations: float = 2.0
+    nms_iou: float = 0.005
+
+    def __post_init__(self) -> None:
+        if self.loss not in LOSSES:
+            raise InputError(f"unknown distillation {self.loss!r}: choose {', '.join(LOSSES)}")
+        if self.normaliser not in ("queries", "images"):
+            raise InputError(f"normaliser is 'queries' or 'images', not {self.normaliser!r}")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The last layer of both models on one batch, and what the classes mean."""
+
+    student_logits: Tensor  # (B, Q, C)
+    student_boxes: Tensor  # (B, Q, 4) cxcywh
+    teacher_logits: Tensor  # (B, Q, C)
+    teacher_boxes: Tensor  # (B, Q, 4)
+    old: Tensor  # (K,) bool, the classes that the teacher knows
+    softmax: bool  # C = K + 1, the last output being no-object; else C = K independent sigmoids
+
+
+def lwf_loss(pair: Pair, rule: DistillRule) -> dict[str, Tensor]:
+    """Classical distillation on all queries: L_KD of Sec. 3.3.
+
+    The paper's formula takes the logarithm of the teacher's probabilities; as in LwF it is the
+    student's that is meant. Sigmoid heads: binary cross-entropy of the old classes. Softmax heads:
+    cross-entropy over the old classes and no-object.
+    """
+    student, teacher = pair.student_logits, pair.teacher_logits
+    if pair.softmax:
+        shown = torch.cat([pair.old, pair.old.new_ones(1)])
+        target = teacher[..., shown].softmax(dim=-1)
+        classes = -(target * student[..., shown].log_softmax(dim=-1)).sum(dim=-1)  # (B, Q)
+    else:
+        target = teacher[..., pair.old].sigmoid()
+        classes = F.binary_cross_entropy_with_logits(
+            student[..., pair.old], target, reduction="none"
+        ).sum(dim=-1)
+    boxes = _box_distance(pair.student_boxes, pair.teacher_boxes, rule)
+    images, queries = classes.shape
+    count = images * (queries if rule.normaliser == "queries" else 1)
+    return {
+        "loss_kd_cls": rule.weight * classes.sum() / count,
+        "loss_kd_box": rule.weight * boxes.sum() / count,
+    }
+
+
+def erd_loss(pair: Pair, rule: DistillRule) -> dict[str, Tensor]:
+    """Elastic response distillation (Feng et al. 2022), read for DETR heads.
+
+    Of each image the queries count whose response, the teacher's best old-class score, stands out.
+    Class logits: squared differences over the old classes, mean. Boxes: after suppression on the
+    teacher's boxes, their distance weighted by the response; the original compares distributions
+    over box edges, which a DETR does not have.
+    """
+    scores = pair.teacher_logits.softmax(-1)[..., :-1] if pair.softmax else None
+    scores = pair.teacher_logits.sigmoid() if scores is None else scores
+    response, label = scores[..., pair.old].max(dim=-1)  # (B, Q)
+    floor = response.mean(1, keepdim=True) + rule.deviations * response.std(1, keepdim=True)
+    chosen = response > floor
+    columns = torch.cat([pair.old, pair.old.new_zeros(1)]) if pair.softmax else pair.old
+    difference = pair.student_logits[chosen][:, columns] - pair.teacher_logits[chosen][:, columns]
+    classes = difference.square().mean() if difference.numel() else pair.student_logits.sum() * 0
+    boxes, weights = [], []
+    for image, mask in enumerate(chosen):
+        queries = mask.nonzero().flatten()
+        corners = box_cxcywh_to_xyxy(pair.teacher_boxes[image, queries])
+        kept = batched_nms(corners, response[image, queries], label[image, queries], rule.nms_iou)
+        queries = queries[kept]
+        student, teacher = pair.student_boxes[image, queries], pair.teacher_boxes[image, queries]
+        weights.append(response[image, queries])
+        boxes.append(_box_distance(student, teacher, rule))
+    weight, distance = torch.cat(weights), torch.cat(boxes)
+    box = (weight * distance).sum() / weight.sum().clamp(min=1e-6)
+    return {"loss_kd_cls": rule.weight * classes, "loss_kd_box": rule.weight * box}
+
+
+LOSSES: dict[str, Callable[[Pair, DistillRule], dict[str, Tensor]]] = {
+    "lwf": lwf_loss,
+    "erd": erd_loss,
+}
+
+
+def _box_distance(student: Tensor, teacher: Tensor, rule: DistillRule) -> Tensor:
+    """L_box of boxes one to one, (…)."""
+    giou = paired_giou(box_cxcywh_to_xyxy(student), box_cxcywh_to_xyxy(teacher))
+    return rule.box_l1 * (student - teacher).abs().sum(-1) + rule.box_giou * (1 - giou)
