@@ -7,7 +7,6 @@ into them, so that only what has changed is compiled again.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 import platform
@@ -21,13 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cldetr.errors import InputError
-from cldetr.files import atomic_path, write_json
+from cldetr.files import atomic_path, sha256_json, write_json
 from cldetr.layers.cuda_toolkit import CudaToolkit, find_cuda_toolkit
 from cldetr.layers.libraries import (
     HEADERS,
     LIBRARY_DIR,
     SOURCES,
     build_inputs,
+    digest_files,
     library_path,
     matching_files,
     read_stamp,
@@ -80,8 +80,8 @@ def build_libraries(
     """Builds what is missing or out of date; a library that fails leaves the others in place.
 
     Args:
-        cuda: "auto" builds the CUDA library where torch and a fitting toolkit allow it, "on" insists,
-            "off" leaves it out.
+        cuda: "auto" builds the CUDA library where torch and a fitting toolkit allow it, "on"
+            insists, "off" leaves it out.
         force: Compile everything again.
         directory: Where libraries, stamps and logs go.
 
@@ -127,8 +127,8 @@ def cuda_recipe(toolkit: CudaToolkit, extra_flags: Sequence[str] = ()) -> Recipe
     """Returns how to build the CUDA library, for the toolkit's architectures."""
     flags = (*CUDA_FLAGS, *toolkit.architecture_flags, *_torch_includes(), *extra_flags)
     flags += (f"--threads={COMPILE_JOBS}",)
-    link_flags = ("-shared", "-cudart=shared", f"-L{_torch_folder() / 'lib'}")
-    link_flags += ("-lc10", "-lc10_cuda", "-ltorch_cpu")
+    folder = _torch_folder() / "lib"
+    link_flags = ("-shared", "-cudart=shared", f"-L{folder}", "-lc10", "-lc10_cuda", "-ltorch_cpu")
     sources = dict.fromkeys(matching_files(SOURCES["cuda"]), flags)
     return Recipe("cuda", (str(toolkit.nvcc),), sources, link_flags)
 
@@ -170,11 +170,10 @@ def _bring_up_to_date(recipe: Recipe, force: bool, directory: Path) -> str:
 def _compile(recipe: Recipe, source: Path, force: bool, directory: Path, log: Path) -> Path:
     """Compiles one file, unless its object is there already."""
     command = [*recipe.compiler, *recipe.flags[source]]
-    digest = hashlib.sha256(repr((command, torch_release())).encode())
-    for path in (source, *matching_files(HEADERS[recipe.name])):
-        digest.update(path.read_bytes())
+    files = digest_files([source, *matching_files(HEADERS[recipe.name])])
+    key = sha256_json([command, torch_release(), files])[:16]
     objects = directory / "objects"
-    target = objects / f"{recipe.name}_{source.stem}_{digest.hexdigest()[:16]}.o"
+    target = objects / f"{recipe.name}_{source.stem}_{key}.o"
     if target.is_file() and not force:
         return target
     objects.mkdir(exist_ok=True)

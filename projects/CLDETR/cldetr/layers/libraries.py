@@ -1,8 +1,10 @@
 """The compiled libraries: where they lie, whether they fit this installation, and loading them.
 
 `cldetr build` writes a library and, last, a stamp beside it that says what it was built from. A
-library is loaded only when its stamp fits: it calls into PyTorch's C++ interface, which changes with
-every version, and implements ops whose declarations are in Python.
+library is loaded only when its stamp fits: it calls into PyTorch's C++ interface, which changes
+with every version, and implements ops whose declarations are in Python.
+
+CLDETR_COMPILED_OPS=0 in the environment leaves the libraries aside, to compare with plain PyTorch.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import functools
 import hashlib
 import importlib.util
 import json
+import os
 import platform
 import runpy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,10 +25,11 @@ from cldetr.errors import InputError
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 LIBRARY_DIR = Path(__file__).parent / "_lib"
+SWITCH = "CLDETR_COMPILED_OPS"
 
 # Library → its source files. CUDA is a library of its own, so that the CPU's works where CUDA's
 # cannot be built or loaded.
-SOURCES = {"cpu": ("*.cpp", "cpu/*.cpp"), "cuda": ("cuda/*.cu",)}
+SOURCES = {"cpu": ("*.cpp", "cpu/*.cpp"), "cuda": ("cuda/*.cu", "cuda/*.cpp")}
 HEADERS = {"cpu": ("*.h", "cpu/*.h"), "cuda": ("*.h", "cuda/*.h", "cuda/*.cuh")}
 
 
@@ -54,6 +59,14 @@ def matching_files(patterns: tuple[str, ...]) -> list[Path]:
     return sorted({path for pattern in patterns for path in SOURCE_DIR.glob(pattern)})
 
 
+def digest_files(paths: Iterable[Path]) -> str:
+    """Computes one SHA-256 of the names (under `csrc`) and contents of some files."""
+    digest = hashlib.sha256()
+    for path in paths:
+        digest.update(f"{path.relative_to(SOURCE_DIR)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
 @functools.cache
 def torch_release() -> dict[str, str]:
     """Reads version, CUDA version and folder of the installed torch, without importing it."""
@@ -71,13 +84,10 @@ def torch_release() -> dict[str, str]:
 
 def build_inputs(name: str) -> dict[str, str]:
     """Names what a library must be built from to fit: this torch, this machine, these sources."""
-    digest = hashlib.sha256()
-    for path in matching_files(SOURCES[name] + HEADERS[name]):
-        digest.update(f"{path.relative_to(SOURCE_DIR)}\0".encode() + path.read_bytes() + b"\0")
     return {
         "torch": torch_release()["version"],
         "machine": platform.machine(),
-        "sources": digest.hexdigest(),
+        "sources": digest_files(matching_files(SOURCES[name] + HEADERS[name])),
     }
 
 
@@ -90,11 +100,13 @@ def read_stamp(name: str, directory: Path = LIBRARY_DIR) -> dict[str, Any]:
     return stamp if isinstance(stamp, dict) else {}
 
 
-def reason_not_to_load(name: str) -> str:
+def reason_not_to_load(name: str, directory: Path = LIBRARY_DIR) -> str:
     """Says why the library must not be loaded, with the way to mend it; empty when it fits."""
+    if os.environ.get(SWITCH) == "0":
+        return f"switched off by {SWITCH}=0"
     fix = "run `cldetr build`"
-    stamp = read_stamp(name)
-    if not stamp or not library_path(name).is_file():
+    stamp = read_stamp(name, directory)
+    if not stamp or not library_path(name, directory).is_file():
         if name == "cuda" and not torch_release()["cuda"]:
             return "the installed torch has no CUDA"
         return f"not built; {fix}"

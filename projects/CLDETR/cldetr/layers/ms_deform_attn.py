@@ -39,7 +39,7 @@ def ms_deform_attn(
 
     Precision: locations and weights of a half precision `value` are taken in float32, and sums are
     in float32. Under autocast the CPU computes in float32 throughout, CUDA takes `value` in
-    autocast's type and the rest in float32. A NaN location gives NaN.
+    autocast's type and the rest in float32.
 
     Args:
         value: (N, S, M, D), the cells of all levels, row by row, one level after the other;
@@ -249,6 +249,10 @@ def _autograd_backward(ctx, grad_output: Tensor) -> tuple[Tensor | None, ...]:  
     return grad_value, None, grad_locations, grad_weights
 
 
+def _refuse_double_backward(ctx, *grads: Tensor) -> None:  # type: ignore[no-untyped-def]
+    raise NotImplementedError("ms_deform_attn has no second derivatives")
+
+
 def _autocast(
     device: str,
     value: Tensor,
@@ -290,6 +294,9 @@ torch.library.register_autograd(
     _autograd_backward,
     setup_context=_save_for_backward,
     lib=_library,
+)
+torch.library.register_autograd(
+    "cldetr::ms_deform_attn_backward", _refuse_double_backward, lib=_library
 )
 _library.impl("ms_deform_attn", functools.partial(_autocast, "cpu"), "AutocastCPU")
 _library.impl("ms_deform_attn", functools.partial(_autocast, "cuda"), "AutocastCUDA")

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <limits>
 #include <vector>
 
@@ -20,6 +21,20 @@ struct Geometry {
 // steps of 1/2048, a good part of a cell.
 inline at::ScalarType coordinate_type(at::ScalarType value_type) {
   return value_type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// The kernels address the cells of one image with 32 bits. The bound covers how the CPU packs them:
+// inside a border, channels padded to whole vectors, gradients beside values.
+inline void check_addressable(const Geometry& geometry) {
+  constexpr int64_t kWidestVector = 8;
+  const Sizes& s = geometry.sizes;
+  const int64_t cell = std::max(s.heads * s.channels, 2 * (s.channels + kWidestVector));
+  int64_t cells = 0;
+  for (const Level& level : geometry.levels) {
+    cells += (level.height + int64_t{2}) * (level.width + int64_t{2});
+  }
+  TORCH_CHECK_VALUE(cells <= std::numeric_limits<int32_t>::max() / cell,
+                    "one image's value is too large: ", cells, " cells of ", cell, " elements");
 }
 
 inline Geometry check_inputs(const at::Tensor& value, const at::Tensor& spatial_shapes,
@@ -60,17 +75,20 @@ inline Geometry check_inputs(const at::Tensor& value, const at::Tensor& spatial_
   // On the host: free when the tensor is there already, one synchronisation when it is not.
   const at::Tensor shapes = spatial_shapes.to(at::kCPU).contiguous();
   const int64_t* size = shapes.const_data_ptr<int64_t>();
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kMostCells = std::numeric_limits<int32_t>::max();
+  constexpr int64_t kLongest = int64_t{1} << 24;  // what a float counts exactly
   Geometry geometry{s, {}};
   int64_t cells = 0;
   for (int64_t l = 0; l < s.levels; ++l) {
     const int64_t height = size[2 * l], width = size[2 * l + 1];
-    TORCH_CHECK_VALUE(height > 0 && width > 0 && height <= kMost / width,
+    TORCH_CHECK_VALUE(height > 0 && width > 0 && height <= kLongest && width <= kLongest &&
+                          height <= kMostCells / width,
                       "level ", l, " has no valid size: ", height, " x ", width);
     geometry.levels.push_back({cells, static_cast<int32_t>(height), static_cast<int32_t>(width)});
     cells += height * width;
   }
   TORCH_CHECK_VALUE(cells == s.cells, "value has ", s.cells, " cells, spatial_shapes make ", cells);
+  check_addressable(geometry);
   return geometry;
 }
 

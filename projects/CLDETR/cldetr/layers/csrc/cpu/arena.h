@@ -3,7 +3,7 @@
 
 #include "ms_deform_attn_kernel.h"
 
-namespace cldetr::cpu::CLDETR_ISA {
+namespace cldetr::CLDETR_ISA {
 
 class Arena {
  public:
@@ -24,4 +24,4 @@ class Arena {
   size_t bytes_ = 0;
 };
 
-}  // namespace cldetr::cpu::CLDETR_ISA
+}  // namespace cldetr::CLDETR_ISA

@@ -10,7 +10,7 @@
 #include "arena.h"
 #include "simd.h"
 
-namespace cldetr::cpu::CLDETR_ISA {
+namespace cldetr::CLDETR_ISA {
 
 // Cells that the processor is asked to fetch ahead while packing: it does not see the stride.
 constexpr int64_t kPackAhead = 16;
@@ -125,4 +125,4 @@ inline Cells<T> in_place(const Inputs<T>& in, int64_t image, int64_t head, T* gr
           static_cast<int32_t>(in.sizes.heads * in.sizes.channels), false};
 }
 
-}  // namespace cldetr::cpu::CLDETR_ISA
+}  // namespace cldetr::CLDETR_ISA

@@ -31,20 +31,6 @@ const Kernels<T>& kernels() {
   return chosen;
 }
 
-// The kernels address one image's cells with 32 bits.
-void check_addressable(const Geometry& geometry) {
-  constexpr int64_t kWidestVector = 8;
-  const Sizes& s = geometry.sizes;
-  const int64_t packed_cell = 2 * (s.channels + kWidestVector);
-  const int64_t cell = std::max(packed_cell, s.heads * s.channels);
-  int64_t cells = 0;
-  for (const Level& level : geometry.levels) {
-    cells += (level.height + int64_t{2}) * (level.width + int64_t{2});
-  }
-  TORCH_CHECK_VALUE(cells <= std::numeric_limits<int32_t>::max() / cell, "value is too large: ",
-                    cells, " cells of ", cell, " elements");
-}
-
 template <typename T>
 Inputs<T> inputs(const Geometry& geometry, const at::Tensor& value, const at::Tensor& locations,
                  const at::Tensor& attention) {
@@ -70,7 +56,6 @@ int64_t parts_per_head(const Sizes& s) {
 at::Tensor forward(const at::Tensor& value_in, const at::Tensor& spatial_shapes,
                    const at::Tensor& locations_in, const at::Tensor& attention_in) {
   const Geometry geometry = check_inputs(value_in, spatial_shapes, locations_in, attention_in);
-  check_addressable(geometry);
   const Sizes& s = geometry.sizes;
   // Half precision is computed in float32: the cast is small beside the sampling.
   const at::Tensor value = value_in.to(locations_in.scalar_type()).contiguous();
@@ -101,7 +86,6 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
                                                         const at::Tensor& locations_in,
                                                         const at::Tensor& attention_in) {
   const Geometry geometry = check_inputs(value_in, spatial_shapes, locations_in, attention_in);
-  check_addressable(geometry);
   const Sizes& s = geometry.sizes;
   check_grad_output(grad_output_in, value_in, s);
   const at::ScalarType type = locations_in.scalar_type();

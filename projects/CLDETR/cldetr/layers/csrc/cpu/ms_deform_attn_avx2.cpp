@@ -2,7 +2,7 @@
 
 #if defined(__x86_64__)
 
-#define CLDETR_ISA avx2
+#define CLDETR_ISA cpu::avx2
 #include "ms_deform_attn_body.h"
 
 namespace cldetr::cpu {

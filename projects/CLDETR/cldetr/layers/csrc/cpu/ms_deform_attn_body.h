@@ -1,9 +1,10 @@
-// The kernels, compiled once per instruction set: the including file defines CLDETR_ISA.
+// The kernels, compiled once per instruction set: the including file defines CLDETR_ISA as
+// the namespace within cldetr.
 #pragma once
 
 #include "samples.h"
 
-namespace cldetr::cpu::CLDETR_ISA {
+namespace cldetr::CLDETR_ISA {
 
 // Calls run<vectors>(first channel) until `channels`, whole vectors, are done: as many vectors at a
 // time as the registers hold, then the rest.
@@ -258,4 +259,4 @@ Kernels<T> kernels() {
           &scratch_bytes<T, BackwardScratch<T>>, &backward<T>};
 }
 
-}  // namespace cldetr::cpu::CLDETR_ISA
+}  // namespace cldetr::CLDETR_ISA

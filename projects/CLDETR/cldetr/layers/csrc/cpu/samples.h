@@ -4,9 +4,10 @@
 // over arrays, which the compiler turns into vector code.
 #pragma once
 
+#include "../axis.h"
 #include "cells.h"
 
-namespace cldetr::cpu::CLDETR_ISA {
+namespace cldetr::CLDETR_ISA {
 
 constexpr int64_t kBatchSamples = 256;  // so that a batch's arrays stay in the first-level cache
 constexpr int64_t kQueriesAhead = 32;   // queries whose locations are fetched ahead
@@ -103,43 +104,6 @@ inline void gather_samples(const Inputs<T>& in, int64_t image, int64_t head, Ran
   }
 }
 
-// A sample on one axis.
-template <typename T>
-struct Axis {
-  int32_t cell;  // where its lower neighbour lies: packed, counted from the border's cell
-  int32_t step;  // cells from there to its higher neighbour
-  T weight[2];   // of the lower and the higher neighbour
-  T slope[2];    // derivatives of the weights by the location, in cells
-};
-
-// Places a location on an axis of `size` cells (a whole number).
-//
-// A location outside (-1, size) is moved to the end of that range: there each neighbour is outside
-// the level or weighs nothing. NaN reaches the weights, and so the output, but never `cell`, because
-// comparisons with NaN are false. Counting from the border makes truncation round down.
-//
-// In place, what lies outside the level is another level's: a neighbour there is replaced by the
-// cell inside and weighs nothing.
-template <bool kPacked, typename T>
-inline Axis<T> place(T location, T size) {
-  T at = location * size + T(0.5);
-  const T slope = (at > T(0)) & (at < size + T(1)) ? T(1) : T(0);
-  at = at < T(0) ? T(0) : at;
-  at = at > size + T(1) ? size + T(1) : at;
-  const int32_t cell = static_cast<int32_t>(at < size ? at : size);
-  const T high_weight = at - static_cast<T>(cell);
-  if (kPacked) return {cell, 1, {T(1) - high_weight, high_weight}, {-slope, slope}};
-  const int32_t last = static_cast<int32_t>(size) - 1;
-  const int32_t low = cell > 0 ? cell - 1 : 0;
-  const int32_t high = cell < last ? cell : last;
-  const T low_inside = cell > 0 ? T(1) : T(0);
-  const T high_inside = cell <= last ? T(1) : T(0);
-  return {low,
-          high - low,
-          {low_inside * (T(1) - high_weight), high_inside * high_weight},
-          {low_inside * -slope, high_inside * slope}};
-}
-
 // Computes offsets and weights of the first `count` samples.
 template <bool kPacked, typename T>
 inline void place_samples(const Samples<T>& samples, int32_t column_step, int64_t count) {
@@ -167,4 +131,4 @@ inline void place_samples(const Samples<T>& samples, int32_t column_step, int64_
   }
 }
 
-}  // namespace cldetr::cpu::CLDETR_ISA
+}  // namespace cldetr::CLDETR_ISA

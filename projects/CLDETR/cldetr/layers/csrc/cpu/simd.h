@@ -10,7 +10,7 @@
 #include <immintrin.h>
 #endif
 
-namespace cldetr::cpu::CLDETR_ISA {
+namespace cldetr::CLDETR_ISA {
 
 #if defined(__AVX2__)
 constexpr int kVectorBytes = 32;
@@ -80,4 +80,4 @@ inline void add_lane_sums<float>(float* to, Vector<float> a, Vector<float> b, Ve
 }
 #endif
 
-}  // namespace cldetr::cpu::CLDETR_ISA
+}  // namespace cldetr::CLDETR_ISA
