@@ -31,10 +31,10 @@ data = dict(
 )
 scenario = dict(name="7+3", order="id")
 optimizer = dict(lr=8e-4, backbone_factor=1.0, slow_factor=0.5, clip=0.5, batch=12)
-augmentation = dict(short_sides=[80, 96, 112], max_side=128, crop=0.0, test_short_side=0)
+augmentation = dict(short_sides=[], crop=0.0, test_short_side=0)
 schedule = dict(
-    first=dict(epochs=16, drops=[13]),
-    train=dict(epochs=12, lr_scale=0.5),
-    calibrate=dict(epochs=12, lr_scale=0.05),
+    first=dict(epochs=14, drops=[11]),
+    train=dict(epochs=10, drops=[8]),
+    calibrate=dict(epochs=8, lr_scale=0.1),
 )
 runtime = dict(output_dir="output/shapes", workers=0)
