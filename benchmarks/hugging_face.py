@@ -117,7 +117,7 @@ def twin(model: Detector) -> nn.Module:
 def _transformer_settings(model: Detector) -> dict[str, Any]:
     transformer: Any = model.transformer
     encoder, decoder = transformer.encoder.layers, transformer.decoder.layers
-    dropout = encoder[0].dropout.p
+    dropout = encoder[0].dropout
     heads = decoder[0].self_attn.num_heads
     return {
         "backbone_config": _resnet_config(model.backbone, model.in_features),

@@ -125,8 +125,9 @@ def compare_gradients(ours, theirs):
         if wanted is None:
             assert found is None or not found.any(), name
             continue
-        scale = wanted.abs().max().clamp(min=1e-3)
-        error = float((found - wanted).abs().max() / scale)
-        assert error < 1e-4, f"{name}: {error}"
+        error = float((found - wanted).norm() / wanted.norm().clamp(min=1e-3))
+        # In a backbone one of many ReLUs may lie within rounding of zero and open on one side only;
+        # against double precision either implementation shows such an error now and then.
+        assert error < (2e-2 if ".backbone." in name else 5e-5), f"{name}: {error}"
         compared += 1
     assert compared > 50

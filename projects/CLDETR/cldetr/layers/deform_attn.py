@@ -70,15 +70,28 @@ class MSDeformAttn(nn.Module):
         if padding is not None:
             value = value.masked_fill(padding[..., None], 0.0)
         value = value.unflatten(-1, (self.heads, -1))  # (N, S, M, D)
-        # Float32 from here, whatever autocast says: a location in bfloat16 is off by several cells.
-        offsets = self.sampling_offsets(query).float()
-        offsets = offsets.unflatten(-1, (self.heads, self.levels, self.points, 2))
-        if reference_points.shape[-1] == 2:
-            unit = 1.0 / spatial_shapes.to(query.device).flip(-1).float()[:, None]  # (L, 1, 2)
-        else:
-            size = reference_points[:, :, None, :, None, 2:]  # (N, Q, 1, L, 1, 2)
-            unit = size * (0.5 / self.points)
-        locations = torch.addcmul(reference_points[:, :, None, :, None, :2], offsets, unit)
+        locations = self._locations(query, reference_points, spatial_shapes)
         weights = F.softmax(self.attention_weights(query).unflatten(-1, (self.heads, -1)), dim=-1)
         weights = weights.unflatten(-1, (self.levels, self.points))
         return self.output_proj(ms_deform_attn(value, spatial_shapes, locations, weights))
+
+    def _locations(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
+        """Where to sample, (N, Q, M, L, P, 2): reference points plus offsets.
+
+        In float32, whatever autocast says: a location in bfloat16 is off by several cells.
+        """
+        layer = self.sampling_offsets
+        shape = (self.heads, self.levels, self.points, 2)
+        places = reference_points[:, :, :, None, :2].expand(-1, -1, -1, self.points, -1)
+        if reference_points.shape[-1] == 2:
+            # Offsets count cells. Dividing the weights by the levels' sizes, and not the offsets,
+            # spares a pass over what is among the encoder's largest tensors.
+            cells = spatial_shapes.to(query.device).flip(-1).float()[:, None].expand(shape)
+            unit = cells.reciprocal().flatten()  # (M·L·P·2,)
+            offsets = F.linear(query, layer.weight * unit[:, None], layer.bias * unit).float()
+        else:
+            sizes = reference_points[:, :, None, :, None, 2:] * (0.5 / self.points)
+            offsets = (layer(query).float().unflatten(-1, shape) * sizes).flatten(2)
+        # Rows of L·P·2 numbers, which all heads share: long enough to add quickly.
+        rows = offsets.unflatten(-1, (self.heads, -1)).add_(places.flatten(2)[:, :, None])
+        return rows.unflatten(-1, shape[1:])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cldetr.modeling.classification import SigmoidFocal
 from cldetr.modeling.deformable_transformer import DeformableTransformer, shift_reference
 from cldetr.modeling.detector import Detector, shared_arguments
-from cldetr.modeling.feed_forward import MLP
+from cldetr.modeling.mlp import MLP
 from cldetr.modeling.structures import DetrOutput, ImageBatch
 
 
@@ -138,8 +138,7 @@ class DeformableDETR(Detector):
 
     def _extract(self, tensor: Tensor) -> list[Tensor]:
         """Feature maps of all levels, projected to the transformer's width."""
-        features = self.backbone(tensor)
-        features = [features[name] for name in self.in_features]
+        features = self._features(tensor)
         maps = [
             project(x) for project, x in zip(self.input_proj, features, strict=False)
         ]  # zip stops at the levels that have a feature of the backbone

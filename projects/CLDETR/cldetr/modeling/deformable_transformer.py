@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from cldetr.layers.deform_attn import MSDeformAttn
+from cldetr.layers.dropout import add_dropout
+from cldetr.layers.feed_forward import feed_forward
 from cldetr.layers.position import sine_embedding, sine_position_map
-from cldetr.modeling.feed_forward import relu_dropout
 from cldetr.modeling.levels import Levels
 
 
@@ -226,7 +227,7 @@ class EncoderLayer(nn.Module):
         self.linear1 = nn.Linear(dim, ffn_dim)
         self.linear2 = nn.Linear(ffn_dim, dim)
         self.norm2 = nn.LayerNorm(dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(
         self,
@@ -238,9 +239,9 @@ class EncoderLayer(nn.Module):
     ) -> Tensor:
         """(B, S, C) → (B, S, C)."""
         attended = self.self_attn(tokens + positions, reference, tokens, shapes, padding)
-        tokens = self.norm1(tokens + self.dropout(attended))
-        hidden = relu_dropout(self.linear1(tokens), self.dropout.p, self.training)
-        return self.norm2(tokens + self.dropout(self.linear2(hidden)))
+        tokens = self.norm1(add_dropout(tokens, attended, self.dropout, self.training))
+        fed = feed_forward(tokens, self.linear1, self.linear2, self.dropout, self.training)
+        return self.norm2(add_dropout(tokens, fed, self.dropout, self.training))
 
 
 class DecoderLayer(nn.Module):
@@ -260,7 +261,7 @@ class DecoderLayer(nn.Module):
         self.linear1 = nn.Linear(dim, ffn_dim)
         self.linear2 = nn.Linear(ffn_dim, dim)
         self.norm3 = nn.LayerNorm(dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
 
     def forward(
         self, states: Tensor, query_pos: Tensor, reference: Tensor, memory: Memory
@@ -268,13 +269,13 @@ class DecoderLayer(nn.Module):
         """(B, Q, C) → (B, Q, C)."""
         query = states + query_pos
         attended = self.self_attn(query, query, states, need_weights=False)[0]
-        states = self.norm2(states + self.dropout(attended))
+        states = self.norm2(add_dropout(states, attended, self.dropout, self.training))
         attended = self.cross_attn(
             states + query_pos, reference, memory.tokens, memory.shapes, memory.padding
         )
-        states = self.norm1(states + self.dropout(attended))
-        hidden = relu_dropout(self.linear1(states), self.dropout.p, self.training)
-        return self.norm3(states + self.dropout(self.linear2(hidden)))
+        states = self.norm1(add_dropout(states, attended, self.dropout, self.training))
+        fed = feed_forward(states, self.linear1, self.linear2, self.dropout, self.training)
+        return self.norm3(add_dropout(states, fed, self.dropout, self.training))
 
 
 class _Stack(nn.Module):

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_xyxy_to_cxcywh
 from cldetr.modeling.classification import Classification
 from cldetr.modeling.criterion import SetCriterion
+from cldetr.modeling.folded_resnet import can_fold, folded_features
 from cldetr.modeling.levels import (
     Extractor,
     Levels,
@@ -76,6 +77,7 @@ class Detector(nn.Module):
         self.detections_per_image = detections_per_image
         self.one_class_per_query = one_class_per_query
         self.exact_padding = exact_padding
+        self._folds = can_fold(backbone)
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
         # (K,) bool, the classes learnt so far; None for all. Others are never predicted.
@@ -190,6 +192,12 @@ class Detector(nn.Module):
         width = max(scores.shape[1], 1)
         score, pair = scores.flatten().topk(min(self.detections_per_image, scores.numel()))
         return score, pair // width, pair % width
+
+    def _features(self, tensor: Tensor) -> list[Tensor]:
+        """The backbone's features of images (B, 3, H, W)."""
+        run = folded_features if self._folds else type(self.backbone).__call__
+        features = run(self.backbone, tensor)
+        return [features[name] for name in self.in_features]
 
     def _levels(self, images: ImageBatch, extract: Extractor, strides: Sequence[int]) -> Levels:
         """The feature maps of a batch, each image's the same whatever the others are."""

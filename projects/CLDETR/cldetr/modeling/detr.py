@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cldetr.modeling.classification import SoftmaxCE, leave_out
 from cldetr.modeling.detector import Detector, shared_arguments
 from cldetr.modeling.detr_transformer import DetrTransformer
-from cldetr.modeling.feed_forward import MLP
+from cldetr.modeling.mlp import MLP
 from cldetr.modeling.structures import DetrOutput, ImageBatch
 
 
@@ -92,4 +92,4 @@ class DETR(Detector):
         return torch.softmax(leave_out(logits, visible), dim=-1)
 
     def _extract(self, tensor: Tensor) -> list[Tensor]:
-        return [self.input_proj(self.backbone(tensor)[self.in_features[0]])]
+        return [self.input_proj(self._features(tensor)[0])]

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cldetr.layers.dropout import add_dropout
+from cldetr.layers.feed_forward import feed_forward
 from cldetr.layers.position import sine_position_map
-from cldetr.modeling.feed_forward import relu_dropout
 from cldetr.modeling.levels import Levels
 
 
@@ -105,16 +106,16 @@ class _Layer(nn.Module):
         super().__init__()
         self.linear1 = nn.Linear(dim, ffn_dim)
         self.linear2 = nn.Linear(ffn_dim, dim)
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = dropout
         self.pre_norm = pre_norm
 
     def _add(self, x: Tensor, norm: nn.Module, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         if self.pre_norm:
-            return x + self.dropout(sublayer(norm(x)))
-        return norm(x + self.dropout(sublayer(x)))
+            return add_dropout(x, sublayer(norm(x)), self.dropout, self.training)
+        return norm(add_dropout(x, sublayer(x), self.dropout, self.training))
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        return self.linear2(relu_dropout(self.linear1(x), self.dropout.p, self.training))
+        return feed_forward(x, self.linear1, self.linear2, self.dropout, self.training)
 
 
 class EncoderLayer(_Layer):

@@ -1,0 +1,173 @@
+"""The whole detector against Hugging Face's: same weights, same inputs, alternating runs.
+
+    python benchmarks/model.py                      # R-50, one image of 800 × 1066, one thread
+    python benchmarks/model.py --height 480 --width 640 --repeat 5
+
+A training step is forward, losses, backward, clipping and AdamW, in training mode with the
+published dropout. Times are medians of CPU time, which other processes disturb least; wall-clock
+medians are given beside. Peak memory is that of a whole process, one per side. The last line is
+JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import detectron2
+import torch
+import transformers
+from detectron2.config import get_cfg
+from detectron2.modeling import build_model
+from hugging_face import inputs, twin, weighted_losses  # type: ignore[import-not-found]
+
+import cldetr
+from cldetr.modeling import DeformableDETR
+from cldetr.modeling.config import add_model_config
+from cldetr.modeling.structures import ImageBatch, Target
+
+CONFIG = Path(__file__).parents[1] / "configs" / "base" / "deformable_detr_r50.yaml"
+SIDES = ("ours", "theirs")
+
+
+class Contest:
+    """Both detectors on one batch."""
+
+    def __init__(self, batch: int, height: int, width: int) -> None:
+        torch.manual_seed(0)
+        cfg = get_cfg()
+        add_model_config(cfg)
+        cfg.merge_from_file(str(CONFIG))
+        cfg.MODEL.DEVICE = "cpu"
+        model = build_model(cfg)
+        assert isinstance(model, DeformableDETR)
+        self.model = model
+        self.images = ImageBatch(torch.randn(batch, 3, height, width), [(height, width)] * batch)
+        self.targets = [
+            Target(torch.randint(0, 80, (10,)), torch.rand(10, 4) * 0.4 + 0.1) for _ in range(batch)
+        ]
+
+    def make(self, side: str) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """The training step and the inference of one side."""
+        forward, losses, module = self._ours() if side == "ours" else self._theirs()
+        parameters = [p for p in module.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
+
+        def train() -> None:
+            module.train()
+            optimizer.zero_grad()
+            sum(losses().values(), start=torch.zeros(())).backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+            optimizer.step()
+
+        def infer() -> Any:
+            module.eval()
+            with torch.no_grad():
+                return forward()
+
+        return train, infer
+
+    def _ours(self) -> tuple[Callable[[], Any], Callable[[], dict[str, Any]], torch.nn.Module]:
+        model = self.model
+
+        def forward() -> Any:
+            return model.predict(self.images)
+
+        return forward, lambda: model.criterion(forward(), self.targets), model
+
+    def _theirs(self) -> tuple[Callable[[], Any], Callable[[], dict[str, Any]], torch.nn.Module]:
+        theirs = twin(self.model)
+        arguments = inputs(self.images.tensor, self.images.mask)
+        labels = [{"class_labels": x.labels, "boxes": x.boxes} for x in self.targets]
+
+        def losses() -> dict[str, Any]:
+            return weighted_losses(self.model, theirs(**arguments, labels=labels).loss_dict)
+
+        return lambda: theirs(**arguments), losses, theirs
+
+
+def compare_speed(contest: Contest, repeat: int) -> dict[str, Any]:
+    """Alternates both sides; returns medians and their ratios."""
+    steps = {side: contest.make(side) for side in SIDES}
+    ours, theirs = steps["ours"][1](), steps["theirs"][1]()
+    difference = float((ours.logits[-1] - theirs.logits).abs().max())
+    print(f"greatest difference of logits: {difference:.1e}")
+    if difference > 1e-3:
+        raise SystemExit("the two sides compute different things")
+    result: dict[str, Any] = {"logit_difference": difference}
+    for place, what in enumerate(("train", "inference")):
+        times: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
+        for _ in range(repeat):
+            for side in SIDES:
+                wall, cpu = time.perf_counter(), time.process_time()
+                steps[side][place]()
+                times[side].append((time.process_time() - cpu, time.perf_counter() - wall))
+        for clock, name in enumerate(("cpu_s", "wall_s")):
+            a, b = (statistics.median(run[clock] for run in times[side]) for side in SIDES)
+            result[f"{what}_{name}"] = {"ours": a, "theirs": b, "ratio": b / a}
+            print(f"{what} {name}: ours {a:.2f}, theirs {b:.2f}: {b / a:.2f} times as fast")
+    return result
+
+
+def compare_memory(args: argparse.Namespace) -> dict[str, float]:
+    """Peak memory of two training steps, each side in a process of its own, in MB."""
+    peaks = {}
+    for side in SIDES:
+        command = [sys.executable, __file__, "--memory-of", side]
+        command += [f"--{key}={getattr(args, key)}" for key in ("batch", "height", "width")]
+        command += [f"--threads={args.threads}"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        peaks[side] = float(done.stdout.splitlines()[-1])
+    ratio = peaks["ours"] / peaks["theirs"]
+    print(f"peak memory: ours {peaks['ours']:.0f} MB, theirs {peaks['theirs']:.0f} MB: {ratio:.2f}")
+    return peaks | {"ratio": ratio}
+
+
+def main() -> None:
+    """Runs the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--height", type=int, default=800)
+    parser.add_argument("--width", type=int, default=1066)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--memory-of", choices=SIDES, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    contest = Contest(args.batch, args.height, args.width)
+    if args.memory_of:
+        train, _ = contest.make(args.memory_of)
+        train()
+        train()
+        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        return
+    result = {
+        "batch": args.batch,
+        "size": [args.height, args.width],
+        "threads": args.threads,
+        "versions": {
+            "cldetr": cldetr.__version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "detectron2": detectron2.__version__,
+            "python": platform.python_version(),
+        },
+        "cpus": os.cpu_count(),
+        "memory_mb": compare_memory(args),
+        **compare_speed(contest, args.repeat),
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
