@@ -60,7 +60,7 @@ class MSDeformAttn(nn.Module):
             reference_points: (N, Q, L, 2), x and y in [0, 1] of each padded level, or (N, Q, L, 4)
                 with width and height, which then scale the offsets. Float32.
             memory: (N, S, C).
-            spatial_shapes: (L, 2), height and width of each level.
+            spatial_shapes: (L, 2), height and width of each level, on the CPU.
             padding: (N, S), True where a cell is padding; None where no cell is.
 
         Returns:
@@ -86,8 +86,8 @@ class MSDeformAttn(nn.Module):
         if reference_points.shape[-1] == 2:
             # Offsets count cells. Dividing the weights by the levels' sizes, and not the offsets,
             # spares a pass over what is among the encoder's largest tensors.
-            cells = spatial_shapes.to(query.device).flip(-1).float()[:, None].expand(shape)
-            unit = cells.reciprocal().flatten()  # (M·L·P·2,)
+            cells = spatial_shapes.flip(-1).float()[:, None].expand(shape)
+            unit = cells.reciprocal().flatten().to(query.device)  # (M·L·P·2,)
             offsets = F.linear(query, layer.weight * unit[:, None], layer.bias * unit).float()
         else:
             sizes = reference_points[:, :, None, :, None, 2:] * (0.5 / self.points)

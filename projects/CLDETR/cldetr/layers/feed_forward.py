@@ -34,40 +34,42 @@ def feed_forward(
     device = x.device.type
     if torch.is_autocast_enabled(device):
         tensors = [tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors]
-    return _FeedForward.apply(*tensors, p if training else 0.0)
+    return _FeedForward.apply(*tensors, p if training else 0.0, torch.is_grad_enabled())
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, p: float
+        ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, p: float, keep: bool
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        hidden = rows.new_empty(len(rows), len(b1))
+        hidden = []
         result = x.new_empty(*x.shape[:-1], len(b2))
         result_rows = result.view(-1, len(b2))
         scale = 1.0
         for part in _parts(rows):
-            h = torch.addmm(b1, rows[part], w1.t(), out=hidden[part]).relu_()
+            h = torch.addmm(b1, rows[part], w1.t()).relu_()
             if p > 0.0:
                 dropped, scale = draw_dropped(h.shape, p, h.device)
                 h.masked_fill_(dropped, 0.0)
             torch.addmm(b2, h, w2.t(), alpha=scale, out=result_rows[part])
-        ctx.save_for_backward(rows, w1, w2, hidden)
+            if keep:
+                hidden.append(h)
+        ctx.save_for_backward(rows, w1, w2, *hidden)
         ctx.scale = scale
         return result
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, w1, w2, hidden = ctx.saved_tensors
+        rows, w1, w2, *hidden = ctx.saved_tensors
         scale = ctx.scale
         grad_rows = grad.reshape(-1, grad.shape[-1])
         grad_x = torch.empty_like(rows)
         grad_w1, grad_w2 = torch.zeros_like(w1), torch.zeros_like(w2)
         grad_b1 = rows.new_zeros(len(w1))
         buffer: Tensor | None = None
-        for part in _parts(rows):
-            g, h = grad_rows[part], hidden[part]
+        for part, h in zip(_parts(rows), hidden, strict=True):
+            g = grad_rows[part]
             buffer = torch.empty_like(h) if buffer is None else buffer[: len(h)]
             grad_h = torch.mm(g, w2, out=buffer)
             torch.ops.aten.threshold_backward.grad_input(grad_h, h, 0, grad_input=grad_h)
@@ -82,6 +84,7 @@ class _FeedForward(torch.autograd.Function):
             grad_b1,
             grad_w2,
             grad_rows.sum(0),
+            None,
             None,
         )
 

@@ -26,7 +26,7 @@ class Memory:
     """The encoder's output and its geometry."""
 
     tokens: Tensor  # (B, S, C)
-    shapes: Tensor  # (L, 2) height and width
+    shapes: Tensor  # (L, 2) height and width, on the CPU
     centres: Tensor  # (B or 1, S, 2), x and y of each cell in [0, 1] of the unpadded image
     valid_ratios: Tensor  # (B or 1, L, 2), how much of each level's width and height is image
     padding: Tensor | None  # (B, S), True at padding
@@ -129,8 +129,8 @@ class DeformableTransformer(nn.Module):
         tokens = torch.cat([x.flatten(2).transpose(1, 2) for x in levels.maps], dim=1)
         positions = self._positions(levels.shapes, valid)
         centres = _cell_centres(levels.shapes, valid)
-        size = torch.tensor(levels.shapes, device=tokens.device)  # (L, 2)
-        ratios = valid / size.flip(-1)
+        size = torch.tensor(levels.shapes)  # (L, 2), on the CPU, where the op wants it
+        ratios = valid / size.flip(-1).to(valid.device)
         reference = centres[:, :, None] * ratios[:, None]  # (B or 1, S, L, 2)
         for layer in self.encoder.layers:
             tokens = self._run(layer, tokens, positions, reference, size, padding)
@@ -205,8 +205,8 @@ class DeformableTransformer(nn.Module):
     def _anchors(self, memory: Memory) -> Tensor:
         """A square around every cell, larger on coarser levels, (B or 1, S, 4)."""
         cells = memory.shapes.prod(dim=1)
-        side = 0.05 * 2.0 ** torch.arange(len(cells), device=cells.device)
-        sides = torch.repeat_interleave(side, cells)[None, :, None]
+        side = 0.05 * 2.0 ** torch.arange(len(cells))
+        sides = torch.repeat_interleave(side, cells)[None, :, None].to(memory.centres.device)
         return torch.cat([memory.centres, sides.expand(*memory.centres.shape[:2], 2)], dim=-1)
 
     def _run(self, layer: nn.Module, *args: Any) -> Tensor:
