@@ -20,7 +20,7 @@ COMMANDS = {
     "shapes": "generate the embedded data set",
     "split": "divide a data set into phases, audit and save the result",
     "exemplars": "choose the exemplars of a data set",
-    "sweep": "run configs × seeds and tabulate mean ± 95% interval",
+    "sweep": "run configs over several seeds and tabulate means with their confidence",
     "convert": "turn official Deformable DETR, DETR, UP-DETR and CL-DETR checkpoints into ours",
 }
 
