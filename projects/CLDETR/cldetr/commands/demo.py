@@ -3,48 +3,67 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import os
+import subprocess
 import time
 from pathlib import Path
 
-from detectron2.utils.logger import setup_logger
-
 from cldetr.data.shapes import ensure_shapes
-from cldetr.engine.from_yaml import recipe_from_yaml
-from cldetr.engine.results import format_table
-from cldetr.engine.run import IncrementalRun
+from cldetr.engine.results import format_table, load_results
+from cldetr.engine.sweep import Job
+from cldetr.errors import InputError
 
 _CONFIGS = Path(__file__).parents[4] / "configs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("--out", default="output/demo", metavar="DIR", help="default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("output/demo"), metavar="DIR", help="default: %(default)s"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generates the data, trains both methods from the same first phase and shows the tables."""
+    """Generates the data, trains both methods from the same first phase and shows the tables.
+
+    Once CL-DETR's first phase is there, fine-tuning starts from it in a second process, each on one
+    core; a demo that was stopped goes on where it was.
+    """
     begin = time.monotonic()
-    setup_logger(name="cldetr")
-    setup_logger(name="detectron2").setLevel(logging.WARNING)
-    out = Path(args.out)
     ensure_shapes("datasets/shapes")
-    tables = []
-    first_phase = out / "cldetr/phase1/train/model.pth"
-    for name, config, overrides in (
-        ("cldetr", "shapes.yaml", []),
-        ("finetune", "shapes_finetune.yaml", ["MODEL.DETECTOR", str(first_phase)]),
-    ):
-        folder = out / name
-        recipe = recipe_from_yaml(
-            str(_CONFIGS / config), ["OUTPUT_DIR", str(folder), "MODEL.DEVICE", "cpu", *overrides]
-        )
-        results = IncrementalRun(recipe, resume=(folder / "recipe.json").exists()).run()
-        tables.append(format_table(results))
-    print("\n" + "\n\n".join(tables))
+    ours = Job(_CONFIGS / "shapes_completion.yaml", 0, args.out / "cldetr", None)
+    plain = Job(_CONFIGS / "shapes_finetune.yaml", 0, args.out / "finetune", ours.folder)
+    if not ours.finished or not plain.finished:
+        _train(ours, plain)
+    for job in (plain, ours):
+        print("\n" + format_table(load_results(job.folder / "results.json")))
     print(
-        f"\nOld classes after phase 2 are what fine-tuning forgets and CL-DETR keeps.\n"
-        f"Runs: {out}/cldetr and {out}/finetune (log.txt, results.json, phase*/, tensorboard/); "
+        "\nThe old classes after phase 2 are what fine-tuning forgets and CL-DETR keeps.\n"
+        f"Look into {ours.folder} and {plain.folder}: log.txt, results.json, tensorboard/.\n"
         f"{(time.monotonic() - begin) / 60:.1f} minutes."
     )
     return 0
+
+
+def _train(ours: Job, plain: Job) -> None:
+    """Runs both jobs, CL-DETR on the console and fine-tuning into a file."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    plain.folder.mkdir(parents=True, exist_ok=True)
+    print(f"CL-DETR trains in {ours.folder}; fine-tuning follows beside it in {plain.folder}")
+    first_phase = ours.folder / "phase1/train/stage.json"
+    with open(plain.folder / "console.txt", "ab") as console:
+        running = {ours: subprocess.Popen(ours.command([]), env=env)}
+        try:
+            while any(process.poll() is None for process in running.values()):
+                if plain not in running and first_phase.exists():
+                    running[plain] = subprocess.Popen(
+                        plain.command([]), env=env, stdout=console, stderr=subprocess.STDOUT
+                    )
+                time.sleep(0.2)
+        finally:
+            for process in running.values():
+                process.terminate()
+                process.wait()
+    for job, process in running.items():
+        if process.returncode:
+            raise InputError(f"{job.folder} ended with {process.returncode}; run the demo again")
