@@ -183,3 +183,25 @@ def test_wrong_number_of_targets_is_refused():
     output, targets = random_problem()
     with pytest.raises(ValueError, match="1 targets for 2 images"):
         criterion()(output, targets[:1])
+
+
+def count_of_one_process(rank, folder):
+    """Runs in a process of its own: the loss of one image, rank + 1 boxes on it."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    output, targets = random_problem(counts=(rank + 1,))
+    loss = criterion()(output, targets)["loss_bbox"]
+    torch.save(float(loss), f"{folder}/{rank}.pth")
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_boxes_are_counted_over_all_processes(tmp_path):
+    torch.multiprocessing.start_processes(
+        count_of_one_process, (str(tmp_path),), nprocs=2, start_method="fork"
+    )
+    for rank in range(2):
+        alone = criterion()(*random_problem(counts=(rank + 1,)))["loss_bbox"]
+        found = torch.load(tmp_path / f"{rank}.pth")
+        assert found == pytest.approx(float(alone.detach()) * (rank + 1) / 1.5, rel=1e-5)

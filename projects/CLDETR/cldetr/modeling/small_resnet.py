@@ -20,16 +20,17 @@ def make_small_resnet(
     """Builds a ResNet with one basic block per stage and group normalisation.
 
     Args:
-        channels: of the stages res2 to res5, at strides 4 to 32; each at least what it was before.
+        channels: of the stages res2 to res5, at strides 4 to 32, all different and multiples of
+            16.
         out_features: stages whose outputs are returned.
         in_channels: of the image.
     """
-    widths = [channels[0], *channels]
+    widths = [channels[0] // 2, *channels]  # the stem is half as wide as the first stage
     stem = BasicStem(in_channels, widths[0], norm=_group_norm)
     stages = []
     for index, (before, after) in enumerate(pairwise(widths)):
         stride = 1 if index == 0 else 2
-        if stride == 2 and before == after:
+        if before == after:  # the block would have no convolution in its shortcut to do it
             raise ValueError(f"stages that halve the resolution change their width: {channels}")
         stages.append([BasicBlock(before, after, stride=stride, norm=_group_norm)])
     return ResNet(stem, stages, out_features=list(out_features))

@@ -43,3 +43,18 @@ def test_only_standard_frozen_resnets_are_folded():
     assert not can_fold(make_small_resnet())
     assert not can_fold(resnet(18, norm="BN", freeze_at=0))
     assert not can_fold(torch.nn.Identity())
+
+
+def test_small_resnet_halves_the_resolution_at_every_stage():
+    features = make_small_resnet(out_features=("res2", "res3", "res4", "res5"))(
+        torch.randn(1, 3, 64, 96)
+    )
+    shapes = {name: tuple(feature.shape[1:]) for name, feature in features.items()}
+    assert shapes == {
+        "res2": (32, 16, 24),
+        "res3": (64, 8, 12),
+        "res4": (96, 4, 6),
+        "res5": (128, 2, 3),
+    }
+    with pytest.raises(ValueError, match="change their width"):
+        make_small_resnet(channels=(32, 64, 64, 128))
