@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,9 @@ def _generate(paths: ShapesPaths, options: ShapesOptions) -> None:
     categories = [{"id": k, "name": name} for k, name in enumerate(names, start=1)]
     image_id = object_id = 0
     total = options.train_images + options.val_images
-    with tqdm(total=total, desc="shapes", unit="image", delay=2, leave=False) as progress:
+    # A log file gets a line now and then, not one per tenth of a second.
+    pace = {"delay": 2, "mininterval": 0.2 if sys.stderr.isatty() else 10}
+    with tqdm(total=total, desc="shapes", unit="image", leave=False, **pace) as progress:
         for split in SPLITS:
             paths.images(split).mkdir(parents=True)
             images: list[dict[str, Any]] = []
