@@ -69,7 +69,8 @@ def main() -> None:
             found[score] += [_right(pseudo, hidden), len(pseudo), len(hidden)]
     print("foreground  per image  precision  recall     F1")
     rows = []
-    for score, (right, given, hidden_count) in found.items():
+    for score, counts in found.items():
+        right, given, hidden_count = (int(count) for count in counts)
         precision, recall = right / max(given, 1), right / max(hidden_count, 1)
         f1 = 2 * precision * recall / max(precision + recall, 1e-9)
         per_image = given / min(len(view), args.images)
