@@ -22,6 +22,21 @@ def test_padded_batch_gives_the_same_outputs_losses_and_gradients(
     compare(model, batch, hugging_face)
 
 
+@pytest.mark.parametrize("structure", ["plain", "refine"])
+def test_exactly_padded_batch_equals_their_predictions_of_each_image_alone(
+    structure, build, batch, hugging_face
+):
+    model = build(**STRUCTURES[structure]).eval()
+    theirs = hugging_face.twin(model).eval()
+    with torch.no_grad():
+        ours = model.predict(model.preprocess(batch))
+        for index, entry in enumerate(batch):
+            alone = model.preprocess([entry])
+            expected = theirs(**hugging_face.inputs(alone.tensor, alone.mask))
+            assert_close(ours.logits[-1, index], expected.logits[0], atol=2e-5)
+            assert_close(ours.boxes[-1, index], expected.pred_boxes[0], atol=2e-6)
+
+
 def build_detr(build):
     model = build(
         arch="DETR",
