@@ -36,6 +36,10 @@ def initialise(detector: Detector, weights: str) -> None:
         raise InputError(f"cannot get the weights {weights}: {error}") from error
     found = _tensors(load_state(path))
     if any(key.startswith("transformer.") for key in found):
+        own = detector.state_dict()
+        if not any(key.startswith(_CLASS_HEAD) for key in found):  # UP-DETR's pre-training
+            found |= {key: value for key, value in own.items() if key.startswith(_CLASS_HEAD)}
+            logger.info("%s has no class head: it starts at random", weights)
         load_into(detector, found, weights)
         logger.info("started from the detector %s", weights)
         return

@@ -1,0 +1,63 @@
+"""Where a run starts from: backbones, whole detectors, and what does not fit."""
+
+import pytest
+import torch
+
+from cldetr.engine.checkpoint import save_state
+from cldetr.engine.start import initialise
+from cldetr.errors import InputError
+
+
+@pytest.fixture
+def detector(tiny_recipe, tmp_path):
+    return tiny_recipe(tmp_path).model.build(4)
+
+
+def other(detector, seed=1):
+    """The same keys with other numbers."""
+    torch.manual_seed(seed)
+    return {key: torch.randn_like(value) for key, value in detector.state_dict().items()}
+
+
+def test_no_weights_leave_everything_as_initialised(detector):
+    before = {key: value.clone() for key, value in detector.state_dict().items()}
+    initialise(detector, "")
+    assert all(torch.equal(value, before[key]) for key, value in detector.state_dict().items())
+
+
+@pytest.mark.parametrize("prefix", ["", "backbone."])
+def test_a_backbone_file_fills_the_backbone_alone(detector, tmp_path, prefix):
+    weights = {
+        key.replace("backbone.", prefix): value
+        for key, value in other(detector).items()
+        if key.startswith("backbone.")
+    }
+    head = detector.state_dict()["class_embed.0.weight"].clone()
+    save_state(tmp_path / "backbone.pth", {"model": weights})
+    initialise(detector, str(tmp_path / "backbone.pth"))
+    found = detector.state_dict()
+    assert torch.equal(found["backbone.stem.conv1.weight"], weights[f"{prefix}stem.conv1.weight"])
+    assert torch.equal(found["class_embed.0.weight"], head)
+
+
+def test_a_backbone_of_another_shape_is_refused(detector, tmp_path):
+    save_state(tmp_path / "backbone.pth", {"model": {"stem.conv1.weight": torch.zeros(3, 3)}})
+    with pytest.raises(InputError, match="do not fit"):
+        initialise(detector, str(tmp_path / "backbone.pth"))
+
+
+def test_a_pre_trained_detector_without_class_head_keeps_the_new_head(detector, tmp_path):
+    weights = {k: v for k, v in other(detector).items() if not k.startswith("class_embed.")}
+    head = detector.state_dict()["class_embed.0.weight"].clone()
+    save_state(tmp_path / "up.pth", {"model": weights})
+    initialise(detector, str(tmp_path / "up.pth"))
+    found = detector.state_dict()
+    assert torch.equal(found["query_embed.weight"], weights["query_embed.weight"])
+    assert torch.equal(found["class_embed.0.weight"], head)
+
+
+def test_half_a_detector_is_refused(detector, tmp_path):
+    weights = {k: v for k, v in other(detector).items() if not k.startswith("bbox_embed.")}
+    save_state(tmp_path / "half.pth", {"model": weights})
+    with pytest.raises(InputError, match="missing: bbox_embed"):
+        initialise(detector, str(tmp_path / "half.pth"))
