@@ -25,6 +25,12 @@ def test_a_file_and_overrides_become_a_recipe(config):
     assert recipe.optimizer.lr == 1e-3
 
 
+def test_a_text_on_the_command_line_stays_a_text(config):
+    recipe = recipe_from_yaml(config, ["MODEL.WEIGHTS", "", "OUTPUT_DIR", "12"])
+    assert recipe.model.weights == ""
+    assert recipe.runtime.output_dir == "12"
+
+
 def test_the_defaults_are_the_papers(config):
     recipe = recipe_from_yaml(config, ["SCENARIO.NAME", "70+10", "SCHEDULE.TRAIN.EPOCHS", "40"])
     assert recipe.schedule == Schedule()

@@ -149,7 +149,11 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> CN:
             "(for KEY=VALUE use a LazyConfig)"
         )
     pairs = dict(zip(overrides[::2], overrides[1::2], strict=True))
-    values = {key: _parse(text) for key, text in pairs.items()}
+    known = dict(_leaves(cfg))
+    values = {  # a text stays a text, even an empty one or one that looks like a number
+        key: text if isinstance(known.get(key), str) else _parse(text)
+        for key, text in pairs.items()
+    }
     _merge(cfg, values, origin="the command line")
     return cfg
 
