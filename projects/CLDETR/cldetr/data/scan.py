@@ -35,7 +35,7 @@ def scan_images(data: CocoData, indices: Iterable[int] | None = None, threads: i
             total=len(numbers),
             desc=f"checking images of {data.name}",
             unit="image",
-            disable=len(numbers) < 5000,
+            disable=True if len(numbers) < 5000 else None,  # None: only on a terminal
             leave=False,
         )
         problems = [problem for problem in bar if problem is not None]

@@ -38,7 +38,8 @@ def object_features(
     features, labels, images = [], [], []
     was_training = detector.training
     detector.eval()
-    for number in tqdm(range(len(view)), desc="features of objects", unit="image", leave=False):
+    bar = {"desc": "features of objects", "unit": "image", "leave": False, "disable": None}
+    for number in tqdm(range(len(view)), **bar):
         entry = mapper(view[number], rng)
         (target,) = detector.targets([entry])
         if len(target) == 0:

@@ -93,7 +93,7 @@ class RunData:
         if rule.strategy == "herding":
             features = object_features(detector, view, classes, self.recipe.augmentation)
         choose = find_strategy(rule.strategy)
-        with tqdm(desc="choosing exemplars", unit="image", leave=False) as bar:
+        with tqdm(desc="choosing exemplars", unit="image", leave=False, disable=None) as bar:
             context = Context(self.recipe.seed, features, progress=bar.update)
             selection = choose(counts, rule.budget, context)
         chosen = PhaseExemplars.of(
