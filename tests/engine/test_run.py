@@ -2,6 +2,7 @@
 
 import json
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -161,6 +162,27 @@ def test_three_phases_with_label_completion(tiny_recipe, tmp_path):
 def test_other_methods_run_through_the_same_engine(tiny_recipe, tmp_path, overrides):
     results = IncrementalRun(tiny_recipe(tmp_path, *overrides)).run()
     assert results["phases"][1]["all"]["AP"] is not None
+
+
+def test_each_phase_may_be_a_data_set_of_its_own(tiny_recipe, tmp_path):
+    json_file, images = tiny_recipe(tmp_path).data.train[0].split(".json:")
+    whole = json.loads(Path(f"{json_file}.json").read_text())
+    references = []
+    for name, ids, own in (("old", {1, 2, 3}, slice(0, 24)), ("new", {4}, slice(24, 36))):
+        kept = {image["id"] for image in whole["images"][own]}
+        part = {
+            "images": whole["images"][own],
+            "annotations": [
+                x for x in whole["annotations"] if x["image_id"] in kept and x["category_id"] in ids
+            ],
+            "categories": [x for x in whole["categories"] if x["id"] in ids],
+        }
+        (tmp_path / f"{name}.json").write_text(json.dumps(part))
+        references.append(f"{tmp_path / name}.json:{images}")
+    run = IncrementalRun(tiny_recipe(tmp_path / "run", "DATASETS.TRAIN", str(references)))
+    assert [len(phase.classes) for phase in run.data.scenario.phases] == [3, 1]
+    results = run.run()
+    assert results["phases"][1]["new"]["AP"] is not None
 
 
 def test_a_trained_detector_can_be_the_first_phase(finished, tiny_recipe, tmp_path):
