@@ -14,13 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -129,10 +129,17 @@ def peak_memory(side: str, name: str) -> float:
 def print_peak_memory(side: str, shape: Shape) -> None:
     """Runs one side once in this process; prints its peak."""
     train = make_runs(side, shape)["train"]
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # The peak is set back to what is in use now; getrusage would give the parent's, too.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = _status("VmHWM")
     result = train()
     del result
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
+    print((_status("VmHWM") - before) / 1024)
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{field}:"))
 
 
 def main() -> int:
@@ -141,7 +148,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--memory", action="store_true", help="compare peak memory, too")
+    parser.add_argument("--memory", action="store_true", help="compare peak memory, too (Linux)")
     parser.add_argument("--memory-of", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -161,8 +168,8 @@ def main() -> int:
         "capability": torch.backends.cpu.get_cpu_capability(),
     }
     lines = []
-    header = "shape                      forward, ms   times    train, ms       times"
-    print(header + ("   memory, MB      times" if args.memory else ""))
+    print(f"{'shape':<25}{'forward, ms':>17}{'times':>7}{'train, ms':>17}{'times':>7}", end="")
+    print(f"{'memory, MB':>15}{'times':>7}" if args.memory else "")
     for name in args.shapes:
         clock = time.process_time if args.threads == 1 else time.perf_counter
         result = compare_speed(SHAPES[name], args.repeat, clock)

@@ -4,15 +4,22 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/Version.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
+#include <cstdlib>
 #include <string>
 #include <tuple>
 
+#if defined(__linux__)
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
 #include "../checks.h"
-#include "memory.h"
 #include "ms_deform_attn_kernel.h"
 
 namespace cldetr::cpu {
@@ -38,11 +45,29 @@ Inputs<T> inputs(const Geometry& geometry, const at::Tensor& value, const at::Te
           locations.const_data_ptr<T>(), attention.const_data_ptr<T>()};
 }
 
+// Like at::zeros_like, but a large block comes zeroed from the operating system, in huge pages where
+// it has them. With few queries, touching new memory page by page, once to fill it with zeros and
+// once to add to it, would take longer than the gradients.
+at::Tensor new_zeros_like(const at::Tensor& tensor) {
+  const size_t bytes = std::max<size_t>(tensor.nbytes(), 1);
+  void* block = std::calloc(bytes, 1);
+  TORCH_CHECK_WITH(OutOfMemoryError, block != nullptr, "cannot allocate ", bytes, " bytes");
+#if defined(__linux__)
+  constexpr size_t kHugePage = size_t{2} << 20;
+  static const size_t page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+  if (bytes >= kHugePage) {
+    const size_t skipped = (page - reinterpret_cast<uintptr_t>(block) % page) % page;
+    madvise(static_cast<char*>(block) + skipped, bytes - skipped, MADV_HUGEPAGE);  // or not: advice
+  }
+#endif
+  return at::from_blob(block, tensor.sizes(), std::free, tensor.options());
+}
+
 // Runs `task(index, scratch)` for every index, on all threads.
 template <typename Task>
 void run_tasks(int64_t count, size_t scratch_bytes, const Task& task) {
   at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-    const at::Tensor scratch = new_tensor({static_cast<int64_t>(scratch_bytes)}, at::kByte);
+    const at::Tensor scratch = at::empty({static_cast<int64_t>(scratch_bytes)}, at::kByte);
     for (int64_t index = begin; index < end; ++index) task(index, scratch.mutable_data_ptr());
   });
 }
@@ -61,7 +86,7 @@ at::Tensor forward(const at::Tensor& value_in, const at::Tensor& spatial_shapes,
   const at::Tensor value = value_in.to(locations_in.scalar_type()).contiguous();
   const at::Tensor locations = locations_in.contiguous(), attention = attention_in.contiguous();
   const at::Tensor output =
-      new_tensor({s.images, s.queries, s.heads * s.channels}, value.options());
+      at::empty({s.images, s.queries, s.heads * s.channels}, value.options());
 
   AT_DISPATCH_FLOATING_TYPES(value.scalar_type(), "ms_deform_attn_cpu", [&] {
     const Kernels<scalar_t>& kernel = kernels<scalar_t>();
@@ -92,15 +117,14 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
   const at::Tensor grad_output = grad_output_in.to(type).contiguous();
   const at::Tensor value = value_in.to(type).contiguous();
   const at::Tensor locations = locations_in.contiguous(), attention = attention_in.contiguous();
-  const at::Tensor grad_locations = new_tensor(locations.sizes(), locations.options());
-  const at::Tensor grad_attention = new_tensor(attention.sizes(), attention.options());
+  const at::Tensor grad_locations = at::empty_like(locations);
+  const at::Tensor grad_attention = at::empty_like(attention);
   at::Tensor grad_value;
 
   AT_DISPATCH_FLOATING_TYPES(type, "ms_deform_attn_backward_cpu", [&] {
     const Kernels<scalar_t>& kernel = kernels<scalar_t>();
     const Inputs<scalar_t> in = inputs<scalar_t>(geometry, value, locations, attention);
-    const auto allocate = kernel.packs(s) ? &new_tensor : &new_zeros;
-    grad_value = allocate(value.sizes(), value.options());
+    grad_value = kernel.packs(s) ? at::empty_like(value) : new_zeros_like(value);
     const Gradients<scalar_t> gradients{
         grad_output.const_data_ptr<scalar_t>(), grad_value.mutable_data_ptr<scalar_t>(),
         grad_locations.mutable_data_ptr<scalar_t>(), grad_attention.mutable_data_ptr<scalar_t>()};

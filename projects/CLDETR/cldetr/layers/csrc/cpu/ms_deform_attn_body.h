@@ -1,5 +1,5 @@
-// The kernels, compiled once per instruction set: the including file defines CLDETR_ISA as
-// the namespace within cldetr.
+// The kernels, compiled once per instruction set: the including file defines CLDETR_ISA as the
+// namespace within cldetr.
 #pragma once
 
 #include "samples.h"
@@ -19,47 +19,51 @@ inline void for_channel_blocks(int64_t channels, Run run) {
   if (c < channels) run.template operator()<1>(c);
 }
 
-// Offsets of a sample's four neighbours from the first cell.
-template <bool kPacked, typename T>
-inline void neighbours(const Samples<T>& samples, int32_t column_step, int64_t sample,
-                       int64_t (&offsets)[4]) {
-  const int64_t right = kPacked ? column_step : samples.right[sample];
-  const int64_t down = kPacked ? samples.row_step[sample] : samples.down[sample];
-  offsets[0] = samples.offset[sample];
-  offsets[1] = offsets[0] + right;
-  offsets[2] = offsets[0] + down;
-  offsets[3] = offsets[2] + right;
+// The addresses of a sample's neighbours. `left` and `right` point to the first cell and to the one
+// on its right; `first` is the query's first sample in the batch.
+template <bool kPacked, typename T, typename Element>
+inline void neighbours(const Samples<T>& samples, Element* left, Element* right, int64_t first,
+                       int64_t sample, Element* (&cells)[4]) {
+  const int64_t offset = samples.offset[first + sample];
+  const int64_t down =
+      offset + (kPacked ? samples.row_step[sample] : samples.down[first + sample]);
+  if (!kPacked) right = left + samples.right[first + sample];
+  cells[0] = left + offset;
+  cells[1] = right + offset;
+  cells[2] = left + down;
+  cells[3] = right + down;
 }
 
-template <int kVectors, bool kPacked, typename T>
-inline void fetch_ahead(const T* cells, const Samples<T>& samples, int32_t column_step,
-                        int64_t sample) {
-  int64_t offsets[4];
-  neighbours<kPacked>(samples, column_step, sample + kSamplesAhead, offsets);
-  for (const int64_t offset : offsets) {
+// Asks for the cells of a later sample, in place, where they are spread over memory.
+template <int kVectors, typename T>
+inline void fetch_samples_ahead(const T* cells, const Samples<T>& samples, int64_t sample) {
+  const T* later[4];
+  neighbours<false>(samples, cells, cells, sample, kSamplesAhead, later);
+  for (const T* cell : later) {
     for (int v = 0; v < kVectors; v += kScratchAlignment / kVectorBytes) {
-      __builtin_prefetch(cells + offset + v * kLanes<T>);
+      __builtin_prefetch(cell + v * kLanes<T>);
     }
   }
 }
 
-// Sums the weighted samples [begin, end): kVectors vectors of channels, from `channel` on.
+// Sums the weighted samples of a query: kVectors vectors of channels, from `channel` on.
 template <int kVectors, bool kPacked, typename T>
-inline void sum_samples(const Cells<T>& cells, const Samples<T>& samples, int64_t begin,
-                        int64_t end, int64_t channel, T* output) {
+inline void sum_samples(const Cells<T> cells, const Samples<T> samples, int64_t first,
+                        int64_t channel, T* output) {
   constexpr int kLane = kLanes<T>;
   // Several sums, so that an addition need not wait for the one before.
   constexpr int kSums = kVectors < 4 ? 4 : 2;
   Vector<T> sums[kSums][kVectors] = {};
-  for (int64_t i = begin; i < end; ++i) {
-    const T* value = cells.value + channel;
-    if (!kPacked) fetch_ahead<kVectors, kPacked>(value, samples, cells.column_step, i);
-    int64_t offsets[4];
-    neighbours<kPacked>(samples, cells.column_step, i, offsets);
+  const T* left = cells.value + channel;
+  const T* right = left + cells.column_step;
+  for (int64_t i = 0; i < samples.per_query; ++i) {
+    if (!kPacked) fetch_samples_ahead<kVectors>(left, samples, first + i);
+    const T* values[4];
+    neighbours<kPacked>(samples, left, right, first, i, values);
     for (int n = 0; n < 4; ++n) {
-      const T weight = samples.weight[n][i];
+      const T weight = samples.weight[n][first + i];
       for (int v = 0; v < kVectors; ++v) {
-        sums[n % kSums][v] += weight * load(value + offsets[n] + v * kLane);
+        sums[n % kSums][v] += weight * load(values[n] + v * kLane);
       }
     }
   }
@@ -70,57 +74,38 @@ inline void sum_samples(const Cells<T>& cells, const Samples<T>& samples, int64_
   }
 }
 
-// For samples [begin, end): adds the dot products of `grad` with the four neighbours to `dots` (four
-// per sample), and the weighted `grad` to the neighbours' gradients.
+// For the samples of a query: adds the weighted gradient of its output to the neighbours' gradients,
+// and gives its dot products with the neighbours' values; of the first channels they are stored, of
+// the others added. Structures come by value: a vector store might change them otherwise.
 template <int kVectors, bool kPacked, typename T>
-inline void spread_samples(const Cells<T> cells, const Samples<T> samples, int64_t begin,
-                           int64_t end, int64_t channel, const T* grad, T* dots) {
+inline void spread_samples(const Cells<T> cells, const Samples<T> samples, int64_t first,
+                           int64_t channel, const T* grad, T* dots) {
   constexpr int kLane = kLanes<T>;
   Vector<T> g[kVectors];
   for (int v = 0; v < kVectors; ++v) g[v] = load(grad + v * kLane);
-  for (int64_t i = begin; i < end; ++i) {
+  const T* value = cells.value + channel;
+  T* gradient = cells.gradient + channel;
+  for (int64_t i = 0; i < samples.per_query; ++i) {
     if (!kPacked) {
-      fetch_ahead<kVectors, kPacked>(cells.value + channel, samples, cells.column_step, i);
-      fetch_ahead<kVectors, kPacked>(cells.gradient + channel, samples, cells.column_step, i);
+      fetch_samples_ahead<kVectors>(value, samples, first + i);
+      fetch_samples_ahead<kVectors, T>(gradient, samples, first + i);
     }
-    int64_t offsets[4];
-    neighbours<kPacked>(samples, cells.column_step, i, offsets);
+    const T* values[4];
+    T* gradients[4];
+    neighbours<kPacked>(samples, value, value + cells.column_step, first, i, values);
+    neighbours<kPacked>(samples, gradient, gradient + cells.column_step, first, i, gradients);
     Vector<T> dot[4];
     for (int n = 0; n < 4; ++n) {
-      const T* value = cells.value + offsets[n] + channel;
-      T* gradient = cells.gradient + offsets[n] + channel;
-      const T weight = samples.weight[n][i];
-      dot[n] = g[0] * load(value);
-      for (int v = 1; v < kVectors; ++v) dot[n] += g[v] * load(value + v * kLane);
+      const T weight = samples.weight[n][first + i];
+      dot[n] = g[0] * load(values[n]);
+      for (int v = 1; v < kVectors; ++v) dot[n] += g[v] * load(values[n] + v * kLane);
       // In place, two neighbours may be one cell: the first is stored before the next is loaded.
       for (int v = 0; v < kVectors; ++v) {
-        store(gradient + v * kLane, load(gradient + v * kLane) + weight * g[v]);
+        T* at = gradients[n] + v * kLane;
+        store(at, load(at) + weight * g[v]);
       }
     }
-    add_lane_sums<T>(dots + 4 * i, dot[0], dot[1], dot[2], dot[3]);
-  }
-}
-
-// From the dot products to the gradients of the first `count` locations and attention weights.
-template <bool kPacked, typename T>
-inline void finish_gradients(const Samples<T>& samples, int64_t count, const T* __restrict dots,
-                             T* __restrict grad_locations, T* __restrict grad_attention) {
-  const T *width = samples.width, *height = samples.height;
-  const T *locations = samples.locations, *attention = samples.attention;
-#pragma GCC ivdep
-  for (int64_t i = 0; i < count; ++i) {
-    const Axis<T> x = place<kPacked>(locations[2 * i], width[i]);
-    const Axis<T> y = place<kPacked>(locations[2 * i + 1], height[i]);
-    const T *upper_dots = dots + 4 * i, *lower_dots = upper_dots + 2;
-    const T upper = x.weight[0] * upper_dots[0] + x.weight[1] * upper_dots[1];
-    const T lower = x.weight[0] * lower_dots[0] + x.weight[1] * lower_dots[1];
-    const T upper_slope = x.slope[0] * upper_dots[0] + x.slope[1] * upper_dots[1];
-    const T lower_slope = x.slope[0] * lower_dots[0] + x.slope[1] * lower_dots[1];
-    const T a = attention[i];
-    grad_attention[i] = y.weight[0] * upper + y.weight[1] * lower;
-    grad_locations[2 * i] =
-        a * width[i] * (y.weight[0] * upper_slope + y.weight[1] * lower_slope);
-    grad_locations[2 * i + 1] = a * height[i] * (y.slope[0] * upper + y.slope[1] * lower);
+    sum_lanes<T>(dots + 4 * i, channel > 0, dot[0], dot[1], dot[2], dot[3]);
   }
 }
 
@@ -138,22 +123,21 @@ struct ForwardScratch {
 
 template <bool kPacked, typename T>
 inline void forward_queries(const Inputs<T>& in, const Cells<T>& cells, T* output, int64_t image,
-                            int64_t head, Range queries, ForwardScratch<T>& scratch) {
+                            int64_t head, Range queries, const ForwardScratch<T>& scratch) {
   const Sizes& s = in.sizes;
-  const Range levels{0, s.levels};
+  const Samples<T>& samples = scratch.samples;
   const int64_t channels = padded_channels<T>(s);
-  Samples<T>& samples = scratch.samples;
   for (int64_t begin = queries.begin; begin < queries.end; begin += samples.max_queries) {
     const int64_t left = queries.end - begin;
-    const int64_t count = left < samples.max_queries ? left : samples.max_queries;
-    gather_samples(in, image, head, levels, {begin, begin + count}, samples);
-    place_samples<kPacked>(samples, cells.column_step, count * samples.per_query);
-    for (int64_t q = 0; q < count; ++q) {
-      T* to = output + ((image * s.queries + begin + q) * s.heads + head) * s.channels;
+    const Range batch{begin, begin + (left < samples.max_queries ? left : samples.max_queries)};
+    gather_samples(in, image, head, {0, s.levels}, batch, samples);
+    place_samples<kPacked>(samples, batch.end - batch.begin, cells.column_step);
+    for (int64_t q = batch.begin; q < batch.end; ++q) {
+      const int64_t first = (q - begin) * samples.per_query;
+      T* to = output + ((image * s.queries + q) * s.heads + head) * s.channels;
       T* row = channels == s.channels ? to : scratch.row;
       for_channel_blocks<T>(channels, [&]<int kVectors>(int64_t c) {
-        sum_samples<kVectors, kPacked>(cells, samples, q * samples.per_query,
-                                       (q + 1) * samples.per_query, c, row + c);
+        sum_samples<kVectors, kPacked>(cells, samples, first, c, row + c);
       });
       if (row != to) copy(to, row, s.channels);
     }
@@ -178,37 +162,34 @@ template <typename T>
 struct BackwardScratch {
   Samples<T> samples;
   T* row;   // the gradient of one query's output, padded
-  T* dots;  // (samples, 4)
-  T* grad_locations;
-  T* grad_attention;
+  T* dots;  // (samples of a batch, 4)
   T* slab;
 
   BackwardScratch(Arena& arena, const Inputs<T>& in, Range levels)
       : samples(arena, in.sizes, levels),
         row(arena.take<T>(padded_channels<T>(in.sizes))),
         dots(arena.take<T>(4 * samples.max_queries * samples.per_query)),
-        grad_locations(arena.take<T>(2 * samples.max_queries * samples.per_query)),
-        grad_attention(arena.take<T>(samples.max_queries * samples.per_query)),
         slab(arena.take<T>(packed_elements(in, levels, true))) {}
 };
 
 template <bool kPacked, typename T>
 inline void backward_queries(const Inputs<T>& in, const Cells<T>& cells, const Gradients<T>& grad,
                              int64_t image, int64_t head, Range levels,
-                             BackwardScratch<T>& scratch) {
+                             const BackwardScratch<T>& scratch) {
   const Sizes& s = in.sizes;
+  const Samples<T>& samples = scratch.samples;
   const int64_t channels = padded_channels<T>(s);
-  Samples<T>& samples = scratch.samples;
-  const int64_t per_query = samples.per_query;
-  if (channels != s.channels) fill_zero(scratch.row, channels);
+  fill_zero(scratch.row, channels);
+  // Without channels the loops below give no dot products.
+  fill_zero(scratch.dots, 4 * samples.max_queries * samples.per_query);
   for (int64_t begin = 0; begin < s.queries; begin += samples.max_queries) {
     const int64_t left = s.queries - begin;
-    const int64_t count = left < samples.max_queries ? left : samples.max_queries;
-    gather_samples(in, image, head, levels, {begin, begin + count}, samples);
-    place_samples<kPacked>(samples, cells.column_step, count * per_query);
-    fill_zero(scratch.dots, 4 * count * per_query);
-    for (int64_t q = 0; q < count; ++q) {
-      const T* row = grad.output + ((image * s.queries + begin + q) * s.heads + head) * s.channels;
+    const Range batch{begin, begin + (left < samples.max_queries ? left : samples.max_queries)};
+    gather_samples(in, image, head, levels, batch, samples);
+    place_samples<kPacked>(samples, batch.end - batch.begin, cells.column_step);
+    for (int64_t q = batch.begin; q < batch.end; ++q) {
+      const int64_t first = (q - begin) * samples.per_query;
+      const T* row = grad.output + ((image * s.queries + q) * s.heads + head) * s.channels;
       for (int64_t c = 0; c < s.channels; c += kScratchAlignment / sizeof(T)) {
         __builtin_prefetch(row + kPackAhead * s.heads * s.channels + c);
       }
@@ -217,18 +198,11 @@ inline void backward_queries(const Inputs<T>& in, const Cells<T>& cells, const G
         row = scratch.row;
       }
       for_channel_blocks<T>(channels, [&]<int kVectors>(int64_t c) {
-        spread_samples<kVectors, kPacked>(cells, samples, q * per_query, (q + 1) * per_query, c,
-                                          row + c, scratch.dots);
+        spread_samples<kVectors, kPacked>(cells, samples, first, c, row + c,
+                                          scratch.dots + 4 * first);
       });
     }
-    finish_gradients<kPacked>(samples, count * per_query, scratch.dots, scratch.grad_locations,
-                              scratch.grad_attention);
-    const int64_t first = first_sample(s, image, begin, head, levels);
-    for (int64_t q = 0; q < count; ++q) {
-      const int64_t to = first + q * sample_stride(s);
-      copy(grad.locations + 2 * to, scratch.grad_locations + 2 * q * per_query, 2 * per_query);
-      copy(grad.attention + to, scratch.grad_attention + q * per_query, per_query);
-    }
+    finish_gradients<kPacked>(in, image, head, levels, batch, samples, scratch.dots, grad);
   }
 }
 

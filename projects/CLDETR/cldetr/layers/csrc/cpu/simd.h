@@ -56,9 +56,9 @@ inline void fill_zero(T* to, int64_t count) {
   for (; i < count; ++i) to[i] = T(0);
 }
 
-// Adds the sums of the lanes of four vectors to to[0..3].
+// Stores the sums of the lanes of four vectors to to[0..3], or adds them to what is there.
 template <typename T>
-inline void add_lane_sums(T* to, Vector<T> a, Vector<T> b, Vector<T> c, Vector<T> d) {
+inline void sum_lanes(T* to, bool add, Vector<T> a, Vector<T> b, Vector<T> c, Vector<T> d) {
   T sums[4] = {0, 0, 0, 0};
   for (int lane = 0; lane < kLanes<T>; ++lane) {
     sums[0] += a[lane];
@@ -66,17 +66,17 @@ inline void add_lane_sums(T* to, Vector<T> a, Vector<T> b, Vector<T> c, Vector<T
     sums[2] += c[lane];
     sums[3] += d[lane];
   }
-  for (int i = 0; i < 4; ++i) to[i] += sums[i];
+  for (int i = 0; i < 4; ++i) to[i] = add ? to[i] + sums[i] : sums[i];
 }
 
 #if defined(__AVX2__)
 // The compiler does not find the horizontal additions by itself.
 template <>
-inline void add_lane_sums<float>(float* to, Vector<float> a, Vector<float> b, Vector<float> c,
-                                 Vector<float> d) {
+inline void sum_lanes<float>(float* to, bool add, Vector<float> a, Vector<float> b,
+                             Vector<float> c, Vector<float> d) {
   const __m256 halves = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
   const __m128 sums = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
-  _mm_storeu_ps(to, _mm_add_ps(_mm_loadu_ps(to), sums));
+  _mm_storeu_ps(to, add ? _mm_add_ps(_mm_loadu_ps(to), sums) : sums);
 }
 #endif
 
