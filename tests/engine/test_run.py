@@ -10,6 +10,7 @@ from detectron2.engine import DefaultPredictor
 
 from cldetr.config import load_config
 from cldetr.engine.checkpoint import load_state
+from cldetr.engine.ledger import Ledger
 from cldetr.engine.run import IncrementalRun
 from cldetr.engine.trainer import StageTrainer
 from cldetr.errors import InputError
@@ -116,6 +117,31 @@ def test_crashes_all_along_change_nothing(finished, tiny_recipe, tmp_path, monke
             crashes += 1
             run.ledger.close()
     assert crashes >= 4
+    assert_same(tmp_path, finished)
+
+
+def test_a_crash_at_the_end_of_every_stage_changes_nothing(
+    finished, tiny_recipe, tmp_path, monkeypatch
+):
+    # Each stage has written its results and crashes just before it is declared finished.
+    finish = Ledger.finish
+    crashed = []
+
+    def crash_once(self, phase, stage, *rest):
+        if (phase, stage) not in crashed:
+            crashed.append((phase, stage))
+            raise CrashError
+        finish(self, phase, stage, *rest)
+
+    monkeypatch.setattr(Ledger, "finish", crash_once)
+    while not (tmp_path / "results.json").exists():
+        run = IncrementalRun(tiny_recipe(tmp_path), resume=bool(crashed))
+        try:
+            run.run()
+        except CrashError:
+            run.ledger.close()
+    stages = [(2, "train"), (2, "select"), (2, "calibrate"), (2, "evaluate")]
+    assert crashed == [(1, "train"), (1, "select"), (1, "evaluate"), *stages]
     assert_same(tmp_path, finished)
 
 
