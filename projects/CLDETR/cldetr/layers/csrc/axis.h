@@ -1,7 +1,7 @@
 // Where a sample lies on one axis of a level: shared by the CPU and the CUDA kernels.
 //
-// The including file defines CLDETR_ISA, the namespace within cldetr of the kernels that it compiles:
-// every instruction set has a copy of its own (see cpu/ms_deform_attn_kernel.h).
+// The including file defines CLDETR_ISA, the namespace within cldetr of the kernels that it
+// compiles: every instruction set has a copy of its own (see cpu/ms_deform_attn_kernel.h).
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ struct Axis {
 // Places a location on an axis of `size` cells (a whole number).
 //
 // A location outside (-1, size) is moved to the end of that range: there each neighbour is outside
-// the level or weighs nothing. NaN reaches the weights, and so the output, but never `cell`, because
-// comparisons with NaN are false. Counting from the border makes truncation round down.
+// the level or weighs nothing. NaN reaches the weights, and so the output, but never `cell`: a
+// comparison with NaN is false. Counting from the border makes truncation round down.
 //
 // Without a border of zeros, what lies outside the level is another level's: a neighbour there is
 // replaced by the cell inside and weighs nothing.

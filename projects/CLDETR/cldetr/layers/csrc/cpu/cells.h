@@ -1,10 +1,10 @@
 // One head's cells, as the sampling loops see them: packed, or in place.
 //
-// In the value tensor the cells of one head lie M·D elements apart. Sampled there, they fall into a
-// few sets of the cache, and every neighbour of a sample may be outside its level. So cells that are
-// sampled often are packed first: side by side, channels padded to whole vectors, each level inside
-// a border of zeros. Samples then need no test for the edge. With few queries (a decoder), packing
-// would cost more than sampling, and the cells are read in place.
+// In the value tensor the cells of one head lie M·D elements apart. Sampled there, they fall into
+// a few sets of the cache, and every neighbour of a sample may be outside its level. So cells that
+// are sampled often are packed first: side by side, channels padded to whole vectors, each level
+// inside a border of zeros. Samples then need no test for the edge. With few queries (a decoder)
+// packing would cost more than sampling, and the cells are read in place.
 #pragma once
 
 #include "arena.h"
@@ -40,8 +40,8 @@ inline int64_t bordered_cells(const Level& level) {
   return (level.height + int64_t{2}) * (level.width + int64_t{2});
 }
 
-// Elements from a packed cell to the next. In the backward pass a cell's gradient follows its value,
-// so that one address serves both.
+// Elements from a packed cell to the next. In the backward pass a cell's gradient follows its
+// value, so that both are found together.
 template <typename T>
 inline int64_t packed_step(const Sizes& sizes, bool backward) {
   return padded_channels<T>(sizes) * (backward ? 2 : 1);

@@ -45,9 +45,9 @@ Inputs<T> inputs(const Geometry& geometry, const at::Tensor& value, const at::Te
           locations.const_data_ptr<T>(), attention.const_data_ptr<T>()};
 }
 
-// Like at::zeros_like, but a large block comes zeroed from the operating system, in huge pages where
-// it has them. With few queries, touching new memory page by page, once to fill it with zeros and
-// once to add to it, would take longer than the gradients.
+// Like at::zeros_like, but a large block comes zeroed from the operating system, in huge pages
+// where it has them. With few queries, touching new memory page by page, once to fill it with zeros
+// and once to add to it, would take longer than the gradients.
 at::Tensor new_zeros_like(const at::Tensor& tensor) {
   const size_t bytes = std::max<size_t>(tensor.nbytes(), 1);
   void* block = std::calloc(bytes, 1);

@@ -74,9 +74,10 @@ inline void sum_samples(const Cells<T> cells, const Samples<T> samples, int64_t 
   }
 }
 
-// For the samples of a query: adds the weighted gradient of its output to the neighbours' gradients,
-// and gives its dot products with the neighbours' values; of the first channels they are stored, of
-// the others added. Structures come by value: a vector store might change them otherwise.
+// For the samples of a query: adds the weighted gradient of its output to the neighbours'
+// gradients, and gives its dot products with the neighbours' values; those of the first channels
+// are stored, the others added. Structures come by value: for all the compiler knows, a vector
+// store could change them otherwise.
 template <int kVectors, bool kPacked, typename T>
 inline void spread_samples(const Cells<T> cells, const Samples<T> samples, int64_t first,
                            int64_t channel, const T* grad, T* dots) {

@@ -132,8 +132,8 @@ inline void place_samples(const Samples<T>& samples, int64_t queries, int32_t co
   }
 }
 
-// From the dot products of a sample's neighbours with the output's gradient (four per sample) to the
-// gradients of its location and its attention weight.
+// From the dot products of a sample's neighbours with the output's gradient (four per sample) to
+// the gradients of its location and its attention weight.
 template <bool kPacked, typename T>
 inline void finish_gradients(const Inputs<T>& in, int64_t image, int64_t head, Range levels,
                              Range queries, const Samples<T>& samples, const T* all_dots,

@@ -1,7 +1,7 @@
 // A short vector of T, as wide as the instruction set of this translation unit allows.
 //
-// Written with the vector extensions that GCC and Clang share, so that one source becomes SSE2, AVX2
-// or NEON code.
+// Written with the vector extensions that GCC and Clang share, so that one source becomes SSE2,
+// AVX2 or NEON code.
 #pragma once
 
 #include <cstdint>

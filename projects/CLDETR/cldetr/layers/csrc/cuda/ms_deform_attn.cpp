@@ -1,5 +1,5 @@
-// The op on CUDA: checks, allocation and launch. Of CUDA it includes c10's headers only: ATen's want
-// the headers of libraries that a toolkit may lack.
+// The op on CUDA: checks, allocation and launch. Of CUDA it includes c10's headers only: ATen's
+// want the headers of libraries that a toolkit may lack.
 
 #include <ATen/Context.h>
 #include <ATen/Dispatch.h>
