@@ -27,7 +27,7 @@ format: setup ## put the code in style
 	$(BIN)/python -m ruff check --fix
 	$(BIN)/python -m ruff format
 
-demo: setup ## the main job on the embedded data set: about 6 minutes on two cores
+demo: setup ## the main job on the embedded data set: under ten minutes on two cores
 	$(BIN)/cldetr demo
 
 doctor: setup ## tell what works on this machine
