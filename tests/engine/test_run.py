@@ -78,6 +78,18 @@ def test_a_run_goes_through_every_stage_and_ends_in_a_table(finished):
     assert not list(finished.rglob("checkpoints"))
 
 
+def test_a_run_notes_its_data_its_pseudo_labels_and_what_it_ran_with(finished):
+    audit = json.loads((finished / "audit.json").read_text())
+    assert [phase["classes"] for phase in audit["phases"]] == [3, 1]
+    [start] = json.loads((finished / "starts.json").read_text())["starts"]
+    assert start["versions"]["torch"] == torch.__version__
+    facts = json.loads((finished / "phase2/train/stage.json").read_text())["facts"]
+    old = set(audit["phases"][0]["instances_per_class"])
+    assert facts["pseudo"]["images"] == facts["images"] * 2  # two epochs
+    assert set(facts["pseudo"]["per_category"]) <= old
+    assert "pseudo" not in json.loads((finished / "phase1/train/stage.json").read_text())["facts"]
+
+
 def test_a_finished_run_resumes_to_the_same_without_training(finished, tiny_recipe, monkeypatch):
     def refuse(self):
         raise AssertionError("a finished stage trained again")

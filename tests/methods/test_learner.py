@@ -78,6 +78,9 @@ def test_the_loss_is_that_of_merged_labels_worked_out_apart(detector):
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         torch.testing.assert_close(found[key], value)
+    added = torch.cat([target.labels for target in targets])[1:]  # the first image has one truth
+    assert learner.pseudo_counts.tolist() == torch.bincount(added, minlength=CLASSES).tolist()
+    assert learner.pseudo_images == 2
 
 
 def test_the_teacher_is_no_part_of_the_module_and_never_changes(detector):

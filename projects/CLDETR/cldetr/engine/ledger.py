@@ -1,6 +1,7 @@
 """The run directory is the state of a run.
 
-    RUN/recipe.json  manifest.json  lock          what is run, on what, by whom
+    RUN/recipe.json  manifest.json  audit.json    what is run and on what
+    RUN/starts.json  lock                         when, with which versions, by whom
     RUN/phase1/train/      model.pth  stage.json  (checkpoints/ while it trains)
     RUN/phase1/select/     memory.json  exemplars_phase1.json  stage.json
     RUN/phase2/calibrate/  model.pth  stage.json
@@ -19,9 +20,13 @@ import os
 import shutil
 import socket
 from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from detectron2.utils import comm
+
+from cldetr.engine.environment import environment
 from cldetr.engine.recipe import Recipe, check_identity
 from cldetr.errors import InputError
 from cldetr.files import sha256_file, write_json
@@ -61,6 +66,7 @@ class Ledger:
             check_identity(read_json(stored)["identity"], recipe)
         else:
             write_json(stored, {"identity": recipe.identity(), "fingerprint": recipe.fingerprint()})
+        self._note_start(recipe.runtime.device)
 
     def close(self) -> None:
         """Gives the directory free."""
@@ -116,6 +122,13 @@ class Ledger:
         }
         write_json(folder / "stage.json", record)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+    def _note_start(self, device: str) -> None:
+        path = self.root / "starts.json"
+        starts = read_json(path)["starts"] if path.exists() else []
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        start = {"time": now, "processes": comm.get_world_size(), **environment(device)}
+        write_json(path, {"starts": [*starts, start]})
 
     def _check_place(self) -> None:
         try:

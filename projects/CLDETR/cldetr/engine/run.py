@@ -241,16 +241,28 @@ class IncrementalRun:
             if comm.is_main_process():
                 weights = {"model": self.detector.state_dict(), "cldetr": meta}
                 save_state(folder / "model.pth", weights)
-                facts = {
+                facts: dict[str, Any] = {
                     "steps": steps,
                     "images": len(entries),
                     "seconds": time.perf_counter() - begin,
                     "memory_mb": memory_mb(),
                 }
+                if learner.pseudo_images:
+                    facts["pseudo"] = self._pseudo_facts(learner)
                 self.ledger.finish(phase, stage, ["model.pth"], self._inputs, facts)
             comm.synchronize()
         self._load(folder / "model.pth")
         self._offset += steps
+
+    def _pseudo_facts(self, learner: Learner) -> dict[str, Any]:
+        """Pseudo-labels by category, on the images that this process saw since its start."""
+        names = [category.name for category in self.data.scenario.categories]
+        counts = zip(names, learner.pseudo_counts.tolist(), strict=True)
+        return {
+            "images": learner.pseudo_images,
+            "without": learner.pseudo_empty,
+            "per_category": {name: count for name, count in counts if count},
+        }
 
     def _restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> tuple[int, Any]:
         """Puts the newest checkpoint of a stage in place; returns its step and scaler state."""

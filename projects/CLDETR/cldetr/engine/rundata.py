@@ -12,6 +12,7 @@ from detectron2.utils import comm
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
+from cldetr.data.audit import audit_scenario
 from cldetr.data.catalog import register_exemplars, register_views, registered_file
 from cldetr.data.coco import CocoData, load_coco
 from cldetr.data.exemplars import Context, find_strategy, resolve_budget
@@ -25,6 +26,7 @@ from cldetr.engine.average_precision import GroundTruth
 from cldetr.engine.features import object_features
 from cldetr.engine.recipe import Recipe
 from cldetr.errors import InputError
+from cldetr.files import write_json
 from cldetr.methods.method import MemoryRule
 from cldetr.modeling.detector import Detector
 from cldetr.scenario import BASE, Scenario, make_scenario, make_separate_scenario
@@ -54,13 +56,17 @@ class RunData:
         register_exemplars(self.scenario, self.train, str(root), memory.image_ids)
 
     def check(self, root: Path) -> None:
-        """Holds the scenario against the run's manifest, or writes it; looks at the image files."""
+        """Holds the scenario against the run's manifest, or writes both it and its audit.
+
+        Then looks at the image files.
+        """
         manifest = root / "manifest.json"
         if comm.is_main_process():
             if manifest.exists():
                 check_same(load_manifest(manifest), self.scenario, f"the run in {root}")
             else:
                 save_manifest(self.scenario, manifest)
+                write_json(root / "audit.json", audit_scenario(self.scenario, self.train))
             if self.recipe.data.scan:
                 for data in (*self.train.values(), *self.test.values()):
                     scan_images(data)

@@ -25,6 +25,7 @@ class Learner(nn.Module):
     _seen: Tensor
     _teacher_classes: Tensor
     _annotated: Tensor | None
+    pseudo_counts: Tensor  # (K,) pseudo-labels of each class so far
 
     def __init__(
         self,
@@ -69,6 +70,8 @@ class Learner(nn.Module):
         if annotated is not None:
             rows = torch.stack([_mask(labels, num_classes) for labels in annotated])
         self.register_buffer("_annotated", rows, persistent=False)  # (phases, K)
+        none = torch.zeros(num_classes, dtype=torch.int64)
+        self.register_buffer("pseudo_counts", none, persistent=False)
         self.mask_unseen = mask_unseen
         # A tuple hides the teacher from the module tree: no gradient, no checkpoint, no DDP, and
         # .train() does not reach it.
@@ -118,6 +121,9 @@ class Learner(nn.Module):
             self.progress,
         )
         merged, counts = merge_batch(truths, pseudo, self.rule, most=logits.shape[1])
+        for target, truth in zip(merged, truths, strict=True):  # ground truth comes first
+            added = target.labels[len(truth) :]
+            self.pseudo_counts += torch.bincount(added, minlength=len(self.pseudo_counts))
         self._log(counts, truths)
         return merged
 
