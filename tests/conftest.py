@@ -1,6 +1,7 @@
 """What every test shares: one thread, no network, no state between tests."""
 
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,3 +15,21 @@ torch.set_num_threads(1)
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def tiny_run(tmp_path_factory):
+    """A finished run of a few steps, for what looks at runs and weights."""
+    from cldetr.data.shapes import ShapesOptions, ensure_shapes
+    from cldetr.engine.from_yaml import recipe_from_yaml
+    from cldetr.engine.run import IncrementalRun
+
+    folder = tmp_path_factory.mktemp("run")
+    options = ShapesOptions(train_images=36, val_images=8, size=64, categories=4, seed=3)
+    paths = ensure_shapes(folder / "shapes", options)
+    train, test = (f"{paths.annotations(x)}:{paths.images(x)}" for x in ("train", "val"))
+    overrides = ["DATASETS.TRAIN", f"['{train}']", "DATASETS.TEST", f"['{test}']"]
+    overrides += ["OUTPUT_DIR", str(folder / "run")]
+    config = Path(__file__).parent / "engine" / "tiny.yaml"
+    IncrementalRun(recipe_from_yaml(str(config), overrides)).run()
+    return folder / "run"

@@ -22,9 +22,11 @@ MAY_IMPORT = {
     "methods": ("modeling",),
     "config": ("data", "methods"),
     "engine": ("config", "data", "methods"),
+    "drawing": (),
+    "predict": ("engine",),
     "report": ("engine",),
     "doctor": ("engine",),
-    "commands": ("report", "doctor"),
+    "commands": ("report", "doctor", "predict", "drawing"),
     "cli": ("commands",),
 }
 

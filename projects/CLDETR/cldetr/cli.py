@@ -22,6 +22,7 @@ COMMANDS = {
     "split": "divide a data set into phases, audit and save the result",
     "exemplars": "choose the exemplars of a data set",
     "sweep": "run configs over several seeds and tabulate means with their confidence",
+    "predict": "find objects in images with a trained detector",
     "convert": "turn official Deformable DETR, DETR, UP-DETR and CL-DETR checkpoints into ours",
 }
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
-from PIL import Image
+from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
 from cldetr.data.coco import CocoData
@@ -54,29 +54,41 @@ def check_image(data: CocoData, number: int) -> str | None:
         path = data.image_path(number)
     except InputError as error:
         return str(error)
+    if not os.path.exists(path):
+        return f"{label}: there is no such file (put it below {data.image_root})"
+    problem, size = check_file(path)
+    if problem is not None:
+        return f"{label}: {problem}"
+    stated = int(data.widths[number]), int(data.heights[number])
+    if size != stated:
+        return f"{label}: is {size[0]}×{size[1]}, its annotation says {stated[0]}×{stated[1]}"
+    return None
+
+
+def check_file(path: str | os.PathLike[str]) -> tuple[str | None, tuple[int, int]]:
+    """Looks at an image file without decoding it.
+
+    Returns:
+        what is wrong with it, or None, and its width and height when turned upright.
+    """
     try:
-        size = os.path.getsize(path)
-    except OSError as error:
-        return f"{label}: {error.strerror or error} (put the file below {data.image_root})"
-    if size == 0:
-        return f"{label}: the file is empty"
-    try:
+        if os.path.getsize(path) == 0:
+            return "the file is empty", (0, 0)
         with Image.open(path) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
-                return f"{label}: {width}×{height} is more than {MAX_PIXELS:,} pixels"
+                return f"{width}×{height} is more than {MAX_PIXELS:,} pixels", (0, 0)
             if image.getexif().get(_EXIF_ORIENTATION, 1) in _SIDEWAYS:
                 width, height = height, width
             kind = image.format
+    except UnidentifiedImageError:
+        return "not a readable image", (0, 0)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        return f"{label}: not a readable image ({error})"
-    stated = int(data.widths[number]), int(data.heights[number])
-    if (width, height) != stated:
-        return f"{label}: is {width}×{height}, its annotation says {stated[0]}×{stated[1]}"
+        return f"not a readable image ({error})", (0, 0)
     ending = _ENDINGS.get(kind or "")
     if ending is not None and not _ends_with(path, ending):
-        return f"{label}: the file is truncated"
-    return None
+        return "the file is truncated", (0, 0)
+    return None, (width, height)
 
 
 def _ends_with(path: str | os.PathLike[str], ending: bytes) -> bool:

@@ -12,8 +12,9 @@ fields of the dataclasses in `cldetr.engine.recipe` and `cldetr.methods.method`.
 from __future__ import annotations
 
 import dataclasses
+import pydoc
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -27,6 +28,13 @@ from cldetr.errors import InputError
 from cldetr.modeling.detector import Detector
 
 _TRUSTED = ("cldetr.", "detectron2.", "torch.nn.")
+_MODEL_PARTS = (
+    "cldetr.modeling.",
+    "cldetr.layers.",
+    "detectron2.modeling.",
+    "detectron2.layers.",
+    "torch.nn.",
+)
 _SECTIONS = tuple(
     field.name for field in dataclasses.fields(Recipe) if field.name not in ("model", "seed")
 )
@@ -53,13 +61,42 @@ def recipe_from_lazy(path: str, overrides: Sequence[str] = ()) -> Recipe:
     return Recipe(model=_model(cfg), seed=int(cfg.get("seed", 0)), **sections)
 
 
+def model_from_tree(description: Mapping[str, Any]) -> ModelSettings:
+    """Turns a lazy tree, as a recipe or a weights file holds it, into a model again.
+
+    The tree is data from elsewhere: it may name parts of models only, nothing that merely happens
+    to be importable through them.
+    """
+    for name in _targets(description):
+        found = pydoc.locate(name) if name.startswith(_MODEL_PARTS) else None
+        if not str(getattr(found, "__module__", "")).startswith(_MODEL_PARTS):
+            raise InputError(
+                f"the model is described by {name!r}, which is no part of a model; give the "
+                "LazyConfig that it was made with, if you trust it"
+            )
+    return _settings(OmegaConf.create(dict(description)))
+
+
+def _targets(node: Any) -> Iterator[str]:
+    """Every `_target_` in a tree."""
+    if isinstance(node, Mapping):
+        if "_target_" in node:
+            yield str(node["_target_"])
+        node = list(node.values())
+    if isinstance(node, (list, tuple)):
+        for item in node:
+            yield from _targets(item)
+
+
 def _model(cfg: DictConfig) -> ModelSettings:
     start = _container(cfg.get("start", {}))
     unknown = [f"start.{key}" for key in start if key not in ("weights", "detector")]
     if unknown:
         raise InputError.listing("start takes weights and detector, not:", unknown)
-    tree = cfg.model
+    return _settings(cfg.model, **start)
 
+
+def _settings(tree: DictConfig, **start: str) -> ModelSettings:
     def build(num_classes: int) -> Detector:
         own = tree.copy()
         own.num_classes = num_classes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from detectron2.config import CfgNode
+from detectron2.config import CfgNode, get_cfg
 from detectron2.modeling import build_model
 
-from cldetr.config import load_config
+from cldetr.config import add_cldetr_config, load_config
 from cldetr.data.mapper import Augmentation
 from cldetr.engine.recipe import (
     DataSettings,
@@ -20,6 +20,7 @@ from cldetr.engine.recipe import (
     Schedule,
 )
 from cldetr.engine.settings import build_settings
+from cldetr.errors import InputError
 from cldetr.methods.method import Method
 from cldetr.modeling.detector import Detector
 
@@ -92,6 +93,26 @@ def recipe_from_cfg(cfg: CfgNode) -> Recipe:
             "",
         ),
     )
+
+
+def model_from_description(description: Mapping[str, Any], input_format: str) -> ModelSettings:
+    """Turns the keys under MODEL, as a recipe or a weights file holds them, into a model again.
+
+    Args:
+        description: `ModelSettings.description` of a YAML config.
+        input_format: the order of channels, "RGB" or "BGR".
+    """
+    cfg = get_cfg()
+    add_cldetr_config(cfg)
+    try:
+        cfg.MODEL.merge_from_other_cfg(CfgNode(dict(description)))
+    except (KeyError, ValueError) as error:
+        raise InputError(
+            f"the model is described by keys that this version does not have: {error}"
+        ) from error
+    cfg.MODEL.WEIGHTS = ""
+    cfg.INPUT.FORMAT = input_format
+    return _model(cfg)
 
 
 def _model(cfg: CfgNode) -> ModelSettings:

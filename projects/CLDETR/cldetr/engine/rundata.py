@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -148,6 +149,9 @@ class RunData:
             "scenario": self.scenario.name,
             "phase": phase,
             "stage": stage,
+            # With these the file is all that prediction needs.
+            "model": self.recipe.model.description,
+            "augmentation": dataclasses.asdict(self.recipe.augmentation),
         }
 
     def planned_steps(self) -> list[tuple[int, str, int]]:

@@ -1,0 +1,265 @@
+"""Boxes with labels on images, so that a person can read them: sizes, colours, legends, panels.
+
+Small images are enlarged before anything is drawn on them. Labels look for a place where they cover
+neither each other nor small objects; one that finds none is left out and counted in the corner.
+
+All coordinates are pixels of the original image, boxes (left, top, right, bottom).
+"""
+
+from __future__ import annotations
+
+import colorsys
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+
+Color = tuple[int, int, int]
+Corners = tuple[float, float, float, float]
+
+# The paper's colours (Figures 3 and S1).
+GREEN: Color = (20, 196, 20)  # ground truth
+BLUE: Color = (20, 20, 242)  # pseudo-labels
+YELLOW: Color = (247, 217, 110)  # predictions
+
+SHORT_SIDE = 480  # images smaller than this are enlarged to it
+_LONG_SIDE = 1600  # but not beyond this
+_INK: Color = (33, 33, 33)
+_PAPER: Color = (255, 255, 255)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A box to draw, with what is written beside it."""
+
+    corners: Corners
+    color: Color
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Canvas:
+    """An image that is drawn on, and how much it was enlarged."""
+
+    image: Image.Image
+    scale: float
+
+    def place(self, corners: Sequence[float]) -> Corners:
+        """Corners in pixels of the canvas, inside it."""
+        width, height = self.image.size
+        x0, y0, x1, y1 = (float(value) * self.scale for value in corners)
+        limit_x, limit_y = width - 1.0, height - 1.0
+        x0, x1 = min(max(x0, 0.0), limit_x), min(max(x1, 0.0), limit_x)
+        y0, y1 = min(max(y0, 0.0), limit_y), min(max(y1, 0.0), limit_y)
+        return x0, y0, max(x1, x0), max(y1, y0)
+
+
+def make_canvas(pixels: np.ndarray, short_side: int = SHORT_SIDE) -> Canvas:
+    """Copies an RGB image (H, W, 3) to draw on, enlarged to `short_side` where it is smaller."""
+    image = Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8))
+    short, long = sorted(image.size)
+    scale = max(1.0, min(short_side / short, _LONG_SIDE / long))
+    if scale > 1.0:
+        size = (round(image.width * scale), round(image.height * scale))
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    return Canvas(image, scale)
+
+
+def draw_boxes(canvas: Canvas, boxes: Sequence[Box]) -> None:
+    """Draws boxes, then their labels on top, those of the first boxes at the best places."""
+    if not boxes:
+        return
+    pen = ImageDraw.Draw(canvas.image)
+    placed = [canvas.place(box.corners) for box in boxes]
+    short = min(canvas.image.size)
+    crowded = len(boxes) > 20
+    line = max(round(short / (320 if crowded else 200)), 1)
+    for box, corners in zip(reversed(boxes), reversed(placed), strict=True):
+        _outline(pen, corners, box.color, line)
+    font = _font(max(min(round(short / 34), 26), 13) - (2 if crowded else 0))
+    labels = _Labels(pen, canvas.image.size, placed, font)
+    left_out = 0
+    for box, corners in zip(boxes, placed, strict=True):
+        if box.text and not labels.put(box.text, corners, box.color):
+            left_out += 1
+    if left_out:
+        labels.note(f"{left_out} labels left out")
+
+
+class _Labels:
+    """Places texts one after the other, each where it covers the least."""
+
+    def __init__(
+        self,
+        pen: ImageDraw.ImageDraw,
+        size: tuple[int, int],
+        boxes: Sequence[Corners],
+        font: ImageFont.FreeTypeFont,
+    ) -> None:
+        self.pen = pen
+        self.width, self.height = size
+        self.boxes = np.array(boxes).reshape(-1, 4)
+        self.font = font
+        self.taken = np.zeros((0, 4))
+
+    def put(self, text: str, corners: Corners, color: Color) -> bool:
+        """Writes a label at the best free place by its box; False where there is none."""
+        width, height = self._size(text)
+        places = np.array(
+            [
+                (left, top, left + width, top + height)
+                for left, top in self._candidates(corners, width, height)
+            ]
+        )
+        free = _covered(places, self.taken).sum(axis=1) == 0
+        if not free.any():
+            return False
+        # How much of each box a label would hide: small objects are not to vanish under a label.
+        areas = (self.boxes[:, 2:] - self.boxes[:, :2]).prod(axis=1).clip(min=1.0)
+        hidden = (_covered(places, self.boxes) / areas).sum(axis=1)
+        cost = np.where(free, hidden + 0.04 * np.arange(len(places)), np.inf)
+        self._write(text, places[int(cost.argmin())], color)
+        return True
+
+    def note(self, text: str) -> None:
+        """Writes in the lower right corner."""
+        width, height = self._size(text)
+        place = (self.width - width, self.height - height, self.width, self.height)
+        self._write(text, np.array(place, dtype=float), _INK)
+
+    def _candidates(
+        self, corners: Corners, width: float, height: float
+    ) -> list[tuple[float, float]]:
+        """Top left points around a box, the preferred first, moved into the image."""
+        x0, y0, x1, y1 = corners
+        wanted = [
+            (x0, y0 - height),  # above
+            (x0, y1),  # below
+            (x1 - width, y0 - height),
+            (x1 - width, y1),
+            (x1, y0),  # right
+            (x0 - width, y0),  # left
+            (x0, y0),  # inside
+            (x0, y1 - height),
+            (x1 - width, y0),
+            (x1 - width, y1 - height),
+            (x1, y1 - height),
+            (x0 - width, y1 - height),
+            *((x0, y0 - k * height) for k in (2, 3)),
+            *((x0, y1 + k * height) for k in (1, 2)),
+        ]
+        most_x, most_y = max(self.width - width, 0), max(self.height - height, 0)
+        return [(min(max(x, 0), most_x), min(max(y, 0), most_y)) for x, y in wanted]
+
+    def _size(self, text: str) -> tuple[float, float]:
+        ascent, descent = self.font.getmetrics()
+        return self.font.getlength(text) + 6, ascent + descent + 2
+
+    def _write(self, text: str, place: np.ndarray, color: Color) -> None:
+        x0, y0, x1, y1 = place.tolist()
+        self.pen.rectangle((x0, y0, x1 - 1, y1 - 1), fill=color)
+        self.pen.text((x0 + 3, y0 + 1), text, fill=ink_on(color), font=self.font)
+        self.taken = np.concatenate([self.taken, place[None]])
+
+
+def draw_links(
+    image: Image.Image, links: Sequence[tuple[Corners, Corners, Color]], width: int = 2
+) -> Image.Image:
+    """Draws a line between the centres of two boxes, both in pixels of `image`, half covering."""
+    layer = Image.new("RGBA", image.size)
+    pen = ImageDraw.Draw(layer)
+    radius = width + 1
+    for first, second, color in links:
+        ends = [((x0 + x1) / 2, (y0 + y1) / 2) for x0, y0, x1, y1 in (first, second)]
+        pen.line(ends, fill=(*_PAPER, 150), width=width + 2)
+        pen.line(ends, fill=(*color, 230), width=width)
+        for x, y in ends:
+            pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(*color, 255))
+    return Image.alpha_composite(image.convert("RGBA"), layer).convert("RGB")
+
+
+def join_panels(
+    images: Sequence[Image.Image],
+    titles: Sequence[str],
+    legend: Sequence[tuple[str, Color]] = (),
+    gap: int = 12,
+) -> tuple[Image.Image, list[tuple[int, int]]]:
+    """Sets images of one size side by side, each under its title, with a legend below.
+
+    Returns:
+        the joined image and where each image's top left corner went.
+    """
+    font = _font(17)
+    margin = 8
+    texts = [_wrap(title, font, image.width) for title, image in zip(titles, images, strict=True)]
+    line = sum(font.getmetrics()) + 2
+    head = margin + line * max(len(lines) for lines in texts)
+    foot = margin + line if legend else margin
+    width = sum(image.width for image in images) + gap * (len(images) - 1) + 2 * margin
+    sheet = Image.new("RGB", (width, head + max(x.height for x in images) + foot), _PAPER)
+    pen = ImageDraw.Draw(sheet)
+    corners = []
+    left = margin
+    for image, lines in zip(images, texts, strict=True):
+        for number, text in enumerate(lines):
+            pen.text((left, margin // 2 + number * line), text, fill=_INK, font=font)
+        sheet.paste(image, (left, head))
+        corners.append((left, head))
+        left += image.width + gap
+    x, y = float(margin), sheet.height - line - margin // 2 + 2
+    for text, color in legend:
+        pen.rectangle((x, y + 2, x + 22, y + line - 8), fill=color, outline=_INK)
+        pen.text((x + 28, y - 2), text, fill=_INK, font=font)
+        x += 28 + font.getlength(text) + 24
+    return sheet, corners
+
+
+def class_color(label: int) -> Color:
+    """A colour for a class; neighbours differ clearly, and every one can be seen on a photo."""
+    hue = (0.02 + label * 0.618034) % 1.0
+    light = (0.55, 0.42, 0.66)[label % 3]
+    red, green, blue = colorsys.hls_to_rgb(hue, light, 0.85)
+    return round(red * 255), round(green * 255), round(blue * 255)
+
+
+def ink_on(color: Color) -> Color:
+    """Black or white, whichever reads better on a colour."""
+    red, green, blue = color
+    return _INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else _PAPER
+
+
+def _outline(pen: ImageDraw.ImageDraw, corners: Corners, color: Color, width: int) -> None:
+    """A rectangle whose dark rim keeps it visible on a ground of its own colour."""
+    x0, y0, x1, y1 = corners
+    rim = (x0 - 1, y0 - 1, x1 + 1, y1 + 1)
+    pen.rectangle(rim, outline=tuple(value // 3 for value in color), width=width + 2)
+    pen.rectangle(corners, outline=color, width=width)
+
+
+def _covered(places: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Areas that boxes (N, 4) share with others (M, 4), (N, M)."""
+    low = np.maximum(places[:, None, :2], others[None, :, :2])
+    high = np.minimum(places[:, None, 2:], others[None, :, 2:])
+    return (high - low).clip(min=0).prod(axis=2)
+
+
+def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if lines[-1] and font.getlength(longer) > width:
+            lines.append(word)
+        else:
+            lines[-1] = longer
+    return lines
+
+
+@functools.cache
+def _font(size: int) -> ImageFont.FreeTypeFont:
+    """DejaVu Sans, which matplotlib brings along and which knows most alphabets."""
+    path = Path(matplotlib.get_data_path()) / "fonts/ttf/DejaVuSans.ttf"
+    return ImageFont.truetype(str(path), size)

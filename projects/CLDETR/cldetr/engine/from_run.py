@@ -1,0 +1,86 @@
+"""What a run or a weights file says about itself, turned into a recipe or a model again."""
+
+from __future__ import annotations
+
+import os
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cldetr.data.mapper import Augmentation
+from cldetr.engine.from_lazy import model_from_tree
+from cldetr.engine.from_yaml import model_from_description
+from cldetr.engine.ledger import read_json
+from cldetr.engine.recipe import ModelSettings, Recipe
+from cldetr.engine.settings import build_settings
+from cldetr.errors import InputError
+
+# What the official checkpoints that `cldetr convert` reads were trained with.
+_OFFICIAL = {
+    "PIXEL_MEAN": [123.675, 116.28, 103.53],
+    "PIXEL_STD": [58.395, 57.12, 57.375],
+    "RESNETS.STRIDE_IN_1X1": False,
+}
+
+
+def recipe_of_run(root: str | os.PathLike[str]) -> Recipe:
+    """Reads the recipe of a run directory, finished or not.
+
+    Paths of data in it are as the run was given them: relative ones hold where it was started.
+    """
+    path = Path(root) / "recipe.json"
+    if not path.is_file():
+        raise InputError(f"{root} is no run directory: it has no recipe.json")
+    identity = read_json(path)["identity"]
+    hints = typing.get_type_hints(Recipe)
+    sections = {
+        name: build_settings(hints[name], identity[name], name)
+        for name in ("data", "scenario", "method", "schedule", "optimizer", "augmentation")
+    }
+    model = restore_model(identity["model"]["description"], sections["augmentation"].format)
+    return Recipe(model=model, seed=identity["seed"], **sections)
+
+
+def model_of_weights(
+    meta: Mapping[str, Any], path: str | os.PathLike[str]
+) -> tuple[ModelSettings, Augmentation]:
+    """The model that a weights file is of, and the sizes of images that it was tested at.
+
+    The file itself tells; else the run directory that it lies in; else what `cldetr convert` read
+    off the weights.
+
+    Args:
+        meta: what the file says about itself, under "cldetr".
+        path: where it lies.
+    """
+    if "model" in meta:
+        augmentation = build_settings(Augmentation, meta["augmentation"], "augmentation")
+        return restore_model(meta["model"], augmentation.format), augmentation
+    for folder in list(Path(path).absolute().parents)[:4]:  # RUN/phase1/train/checkpoints/x.pth
+        if (folder / "recipe.json").is_file():
+            recipe = recipe_of_run(folder)
+            return recipe.model, recipe.augmentation
+    if "settings" in meta:
+        description: dict[str, Any] = {}
+        official = dict(_OFFICIAL)
+        if meta["settings"].get("META_ARCHITECTURE") == "DETR":
+            official["DETR.ONE_CLASS_PER_QUERY"] = True
+        for key, value in (official | dict(meta["settings"])).items():
+            *parents, last = key.split(".")
+            node = description
+            for parent in parents:
+                node = node.setdefault(parent, {})
+            node[last] = value
+        return model_from_description(description, "RGB"), Augmentation()
+    raise InputError(
+        f"{path} does not say which model it is of, and lies in no run directory: "
+        "give the config that it was trained with, --config-file"
+    )
+
+
+def restore_model(description: Mapping[str, Any], input_format: str) -> ModelSettings:
+    """Turns the description of a model, YAML's keys or a lazy tree, into the model."""
+    if "_target_" in description:
+        return model_from_tree(description)
+    return model_from_description(description, input_format)

@@ -1,0 +1,200 @@
+"""Prediction: weights alone suffice, results are COCO's, bad input is told and nothing is lost."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from detectron2.engine import DefaultPredictor
+from PIL import Image
+from pycocotools.coco import COCO
+
+from cldetr.cli import main
+from cldetr.config import load_config
+from cldetr.engine.checkpoint import load_state, save_state
+from cldetr.errors import InputError
+from cldetr.predict import Predictor
+
+TINY = str(Path(__file__).parent / "engine" / "tiny.yaml")
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def weights(tiny_run):
+    return tiny_run / "phase2/calibrate/model.pth"
+
+
+@pytest.fixture(scope="module")
+def photos(tiny_run):
+    """A folder of eight images."""
+    return tiny_run.parent / "shapes/images/val"
+
+
+def predict(weights, *words):
+    return main(["predict", "--weights", str(weights), *map(str, words)])
+
+
+def test_a_weights_file_alone_predicts_what_detectron2_does(weights, photos, tmp_path):
+    alone = shutil.copy(weights, tmp_path / "moved.pth")
+    predictor = Predictor.from_checkpoint(alone)
+    path = sorted(photos.iterdir())[0]
+    found = predictor(path, score=0.0)
+
+    cfg = load_config(TINY)
+    cfg.MODEL.WEIGHTS, cfg.MODEL.DETR.NUM_CLASSES, cfg.DATASETS.TEST = str(weights), 4, ()
+    bgr = np.array(Image.open(path).convert("RGB"))[:, :, ::-1]
+    cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST = 64, 64  # as it is
+    expected = DefaultPredictor(cfg)(bgr)["instances"]
+    assert [x.label for x in found] == expected.pred_classes.tolist()
+    np.testing.assert_allclose([x.score for x in found], expected.scores, rtol=1e-5)
+    np.testing.assert_allclose(
+        [x.box for x in found], expected.pred_boxes.tensor, rtol=1e-4, atol=1e-3
+    )
+    names = [category.name for category in predictor.categories]
+    assert [x.name for x in found] == [names[x.label] for x in found]
+
+
+def test_classes_not_yet_learnt_are_never_predicted(tiny_run, photos):
+    predictor = Predictor.from_checkpoint(tiny_run / "phase1/train/model.pth")
+    image = sorted(photos.iterdir())[0]
+    found = {detection.label for detection in predictor(image, score=0.0)}
+    assert found <= {0, 1, 2}
+    assert found
+
+
+def test_older_weights_are_described_by_their_run(weights, photos, tmp_path):
+    state = load_state(weights)
+    meta = {key: state["cldetr"][key] for key in ("categories", "seen", "phase")}
+    run = tmp_path / "run"
+    save_state(run / "phase2/calibrate/model.pth", {"model": state["model"], "cldetr": meta})
+    with pytest.raises(InputError, match="--config-file"):
+        Predictor.from_checkpoint(run / "phase2/calibrate/model.pth")
+    shutil.copy(weights.parents[2] / "recipe.json", run)
+    image = sorted(photos.iterdir())[1]
+    found = Predictor.from_checkpoint(run / "phase2/calibrate/model.pth")(image, score=0.1)
+    assert found == Predictor.from_checkpoint(weights)(image, score=0.1)
+
+
+def test_weights_of_a_lazy_config_may_not_name_anything_but_parts_of_models(weights, tmp_path):
+    state = load_state(weights)
+    tree = {"_target_": "detectron2.modeling.backbone.resnet.np.save", "num_classes": 4}
+    state["cldetr"]["model"] = tree
+    save_state(tmp_path / "bad.pth", state)
+    with pytest.raises(InputError, match="no part of a model"):
+        Predictor.from_checkpoint(tmp_path / "bad.pth")
+
+
+def test_the_three_kinds_of_image_are_the_same_image(weights, photos):
+    predictor = Predictor.from_checkpoint(weights)
+    path = sorted(photos.iterdir())[2]
+    with Image.open(path) as image:
+        pixels = np.array(image.convert("RGB"))
+        assert predictor(path, 0.0) == predictor(image, 0.0) == predictor(pixels, 0.0)
+
+
+def test_command_writes_pictures_and_what_pycocotools_reads(weights, photos, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert predict(weights, photos, "--out", out, "--score", "0.02") == 0
+    truth = COCO(str(out / "images.json"))
+    results = truth.loadRes(str(out / "detections.json"))
+    assert len(truth.imgs) == 8
+    assert len(results.anns) > 0
+    assert all(x["score"] >= 0.02 for x in results.anns.values())
+    for image in truth.imgs.values():
+        assert Path(image["file_name"]).is_file()
+        with Image.open(out / image["picture"]) as picture:
+            assert min(picture.size) == 480
+    assert "8 images" in capsys.readouterr().out
+
+
+def test_no_detection_is_a_result(weights, photos, tmp_path):
+    image = sorted(photos.iterdir())[0]
+    assert predict(weights, image, "--out", tmp_path / "out", "--score", "1.0") == 0
+    assert json.loads((tmp_path / "out/detections.json").read_text()) == []
+    assert (tmp_path / "out" / f"{image.stem}.png").is_file()
+
+
+def test_images_turned_by_their_exif_tag_are_turned_upright(weights, photos, tmp_path):
+    with Image.open(sorted(photos.iterdir())[3]) as image:
+        upright = image.convert("RGB").crop((0, 0, 64, 40))
+        exif = Image.Exif()
+        exif[0x0112] = 6  # the camera was held on its side
+        upright.rotate(90, expand=True).save(tmp_path / "turned.png", exif=exif)
+        upright.save(tmp_path / "upright.png")
+    predictor = Predictor.from_checkpoint(weights)
+    turned = predictor(tmp_path / "turned.png", 0.0)
+    assert turned == predictor(tmp_path / "upright.png", 0.0)
+    assert predict(weights, tmp_path / "turned.png", "--out", tmp_path / "out") == 0
+    entry = json.loads((tmp_path / "out/images.json").read_text())["images"][0]
+    assert (entry["width"], entry["height"]) == (64, 40)
+
+
+def test_all_missing_and_damaged_images_are_told_at_once(weights, photos, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    words = [tmp_path / "a.png", tmp_path / "empty", "--out", tmp_path / "out"]
+    assert predict(weights, *words) == 2
+    said = capsys.readouterr().err
+    assert "a.png: there is no such file" in said
+    assert "empty: no image lies in this folder" in said
+    whole = sorted(photos.iterdir())[0].read_bytes()
+    (tmp_path / "b.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "c.png").write_bytes(b"")
+    (tmp_path / "d.jpg").write_text("no image")
+    words = [*(tmp_path / x for x in ("b.png", "c.png", "d.jpg")), "--out", tmp_path / "out"]
+    assert predict(weights, *words) == 2
+    said = capsys.readouterr().err
+    assert re.search(r"b\.png: .*truncated", said)
+    assert "c.png: the file is empty" in said
+    assert "d.jpg: not a readable image" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_images_whose_pixels_are_damaged_do_not_cost_the_others(weights, photos, tmp_path, capsys):
+    good, other = sorted(photos.iterdir())[:2]
+    with Image.open(other) as image:
+        image.save(tmp_path / "broken.bmp")
+    whole = (tmp_path / "broken.bmp").read_bytes()
+    (tmp_path / "broken.bmp").write_bytes(whole[:-1000])  # nothing in its header tells
+    assert predict(weights, tmp_path / "broken.bmp", good, "--out", tmp_path / "out") == 2
+    assert "broken.bmp" in capsys.readouterr().err
+    images = json.loads((tmp_path / "out/images.json").read_text())["images"]
+    assert [Path(image["file_name"]).name for image in images] == [good.name]
+
+
+def test_inputs_are_never_overwritten(weights, photos, tmp_path, capsys):
+    image = Path(shutil.copy(sorted(photos.iterdir())[0], tmp_path / "x.png"))
+    before = image.read_bytes()
+    assert predict(weights, image, "--out", tmp_path) == 2
+    assert "choose another --out" in capsys.readouterr().err
+    assert image.read_bytes() == before
+
+
+def test_images_of_one_name_get_pictures_of_their_own(weights, photos, tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        shutil.copy(sorted(photos.iterdir())[0], tmp_path / folder / "x.png")
+    words = [tmp_path / "a", tmp_path / "b", "--out", tmp_path / "out"]
+    assert predict(weights, *words) == 0
+    assert {path.name for path in (tmp_path / "out").glob("*.png")} == {"x.png", "x_2.png"}
+
+
+def test_weights_without_categories_are_refused(tmp_path, capsys):
+    save_state(tmp_path / "x.pth", {"model": {"weight": torch.zeros(1)}})
+    assert predict(tmp_path / "x.pth", __file__, "--out", tmp_path / "out") == 2
+    save_state(tmp_path / "x.pth", {"model": {"weight": torch.zeros(1)}})
+    with pytest.raises(InputError, match="which categories"):
+        Predictor.from_checkpoint(tmp_path / "x.pth")
+
+
+def test_the_snippet_of_the_documentation_works(weights, photos, tmp_path, monkeypatch, capsys):
+    text = (DOCS / "predict.md").read_text(encoding="utf-8")
+    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(weights, "model.pth")
+    shutil.copy(sorted(photos.iterdir())[0], "photo.png")
+    exec(compile(snippet.replace("score=0.5", "score=0.0"), "docs/predict.md", "exec"), {})
+    names = {x["name"] for x in load_state(weights)["cldetr"]["categories"]}
+    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} <= names
