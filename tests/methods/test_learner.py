@@ -6,12 +6,17 @@ import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 
+from cldetr.errors import InputError
+from cldetr.methods.distill import DistillRule
 from cldetr.methods.learner import Learner, freeze
+from cldetr.methods.method import Method
 from cldetr.methods.pseudo import PseudoRule
-from cldetr.modeling.classification import SigmoidFocal
+from cldetr.modeling.classification import SigmoidFocal, SoftmaxCE
 from cldetr.modeling.criterion import SetCriterion
 from cldetr.modeling.deformable_detr import DeformableDETR
 from cldetr.modeling.deformable_transformer import DeformableTransformer
+from cldetr.modeling.detr import DETR
+from cldetr.modeling.detr_transformer import DetrTransformer
 from cldetr.modeling.matcher import Matcher
 from cldetr.modeling.small_resnet import make_small_resnet
 from cldetr.modeling.structures import Target
@@ -141,3 +146,57 @@ def test_predictions_that_are_not_finite_make_every_gradient_not_finite(detector
     sum(learner(batch()).values()).backward()
     norm = torch.nn.utils.clip_grad_norm_(learner.parameters(), 0.1)
     assert not torch.isfinite(norm)
+
+
+@pytest.mark.parametrize("select", ["topk", "threshold", "curriculum", "all", "pairs"])
+@pytest.mark.parametrize("head", ["sigmoid", "softmax"])
+def test_recorded_predictions_label_as_the_live_teacher_does(detector, head, select):
+    if head == "softmax":
+        transformer = DetrTransformer(
+            dim=32, heads=2, encoder_layers=1, decoder_layers=1, ffn_dim=32, dropout=0.0
+        )
+        detector = DETR(
+            transformer=transformer,
+            num_queries=9,
+            backbone=make_small_resnet(),
+            in_features=["res5"],
+            criterion=SetCriterion(matcher=Matcher(SoftmaxCE(), 1.0)),
+            num_classes=CLASSES,
+            pixel_mean=[127.5] * 3,
+            pixel_std=[64.0] * 3,
+        )
+    with torch.no_grad():  # scores that differ, on both sides of the thresholds
+        for parameter in detector.class_embed.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    rule = PseudoRule(select, k=3, foreground=0.4, score=0.3, iou=1.0, cache=True)
+    learner = Learner(
+        detector,
+        seen=range(CLASSES),
+        teacher=freeze(detector, [0, 2, 3]),
+        teacher_classes=[0, 2, 3],
+        rule=rule,
+        annotated=[[0, 1, 2], [3, 4]],
+    )
+    inputs = [{**entry, "height": 64, "width": 64} for entry in batch()]
+    truths = detector.targets(inputs)
+    advice = learner.teacher.predict(detector.preprocess(inputs))
+    progresses = (0.0, 0.6, 1.0)
+    live = []
+    for learner.progress in progresses:
+        live.append(learner._merge(advice, truths, inputs))
+    kept = learner.recordable(inputs)
+    learner.dismiss_teacher()
+    inputs = [{**entry, "predictions": found} for entry, found in zip(inputs, kept, strict=True)]
+    for learner.progress, expected in zip(progresses, live, strict=True):
+        found = learner._merge(None, truths, inputs)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.labels, other.labels)
+            torch.testing.assert_close(one.boxes, other.boxes)
+            torch.testing.assert_close(one.probs, other.probs)
+    assert any(len(target) > len(truth) for target, truth in zip(live[-1], truths, strict=True))
+    sum(learner(inputs).values()).backward()  # a whole step without the teacher
+
+
+def test_a_distillation_loss_cannot_do_with_recorded_predictions():
+    with pytest.raises(InputError, match=r"METHOD\.PSEUDO\.CACHE"):
+        Method(pseudo=PseudoRule(cache=True), distill=DistillRule())

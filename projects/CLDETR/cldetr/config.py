@@ -119,6 +119,7 @@ def _pseudo_keys(enabled: bool) -> CN:
     keys.IOU = 0.7  # λ
     keys.DROP_AT_IOU = False  # drop at IoU exactly λ too, as the released code does
     keys.SOFT = True  # the teacher's class distribution as label; else its best class
+    keys.CACHE = False  # ask the teacher once per image and keep its answers with the run
     return keys
 
 

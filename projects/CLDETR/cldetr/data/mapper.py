@@ -12,9 +12,11 @@ from detectron2.data import detection_utils
 from detectron2.data import transforms as T
 from detectron2.structures import Boxes, BoxMode, Instances
 
+from cldetr.data.predictions import ImagePredictions
 from cldetr.errors import InputError
 
 COCO_SHORT_SIDES = tuple(range(480, 801, 32))
+_PIXEL_NOISE = 1e-3  # what rounding may move the border of an image by
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,17 @@ class Mapper:
         else:
             transforms = self.augmentation.test_transform(height, width)
         image = transforms.apply_image(image)
-        mapped = {key: value for key, value in entry.items() if key != "annotations"}
+        mapped = {
+            key: value for key, value in entry.items() if key not in ("annotations", "predictions")
+        }
         mapped["image"] = torch.from_numpy(np.ascontiguousarray(image.transpose(2, 0, 1)))
         if self.training:
             mapped["instances"] = _instances(
                 entry.get("annotations", ()), transforms, image.shape[:2]
+            )
+        if "predictions" in entry:
+            mapped["predictions"] = _predictions(
+                entry["predictions"], transforms, (height, width), image.shape[:2]
             )
         return mapped
 
@@ -134,6 +142,40 @@ def _instances(
     instances.gt_boxes = Boxes(torch.from_numpy(boxes[alive]).float())
     instances.gt_classes = torch.from_numpy(labels[alive])
     return instances
+
+
+def _predictions(
+    stored: ImagePredictions,
+    transforms: T.TransformList,
+    before: tuple[int, int],
+    after: tuple[int, int],
+) -> Instances:
+    """Stored predictions, carried through the transforms of their image.
+
+    As with annotations, boxes are clipped where the image was cropped, and those of which nothing
+    is left are gone. At the borders of the whole image they are not: a model that sees it may
+    predict corners outside, and a crop alone takes that freedom away.
+
+    Args:
+        stored: in pixels of the image on disk.
+        transforms: those of the image.
+        before: height and width of the image on disk.
+        after: height and width of the transformed image.
+    """
+    frame = np.array([[0.0, 0.0, before[1], before[0]]])
+    frame = np.asarray(transforms.apply_box(frame), dtype=np.float64).reshape(4)
+    boxes = np.asarray(transforms.apply_box(stored.boxes.astype(np.float64))).reshape(-1, 4)
+    height, width = after
+    low = np.where(frame[:2] < -_PIXEL_NOISE, 0.0, -np.inf)
+    high = np.where(frame[2:] > np.array([width, height]) + _PIXEL_NOISE, [width, height], np.inf)
+    boxes = boxes.clip(min=np.tile(low, 2), max=np.tile(high, 2))
+    alive = torch.from_numpy((boxes[:, 2:] > boxes[:, :2]).all(axis=1))
+    carried = Instances(after)
+    carried.pred_boxes = Boxes(torch.from_numpy(boxes).float()[alive])
+    carried.scores = torch.from_numpy(stored.scores)[alive]
+    if stored.background is not None:
+        carried.background = torch.from_numpy(stored.background)[alive]
+    return carried
 
 
 def _resize(

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 from cldetr.data.coco import CocoData
 from cldetr.data.sharing import share
 from cldetr.errors import InputError
+from cldetr.files import sha256_json
 from cldetr.scenario import Category, Part
 
 
@@ -78,6 +79,20 @@ class View(Dataset):
             for part in self._parts
         ]
         return np.concatenate(sizes) if sizes else np.empty((0, 2), dtype=np.int32)
+
+    def digest(self) -> str:
+        """A digest of which images the view has, of which files, with whose labels."""
+        return sha256_json(
+            [
+                [
+                    part.source,
+                    part.data.fingerprint,
+                    part.phase,
+                    part.data.image_ids[part.numbers].tolist(),
+                ]
+                for part in self._parts
+            ]
+        )
 
     def class_counts(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Objects per image and class as sparse rows: (I + 1,) starts, (J,) labels, (J,) counts.

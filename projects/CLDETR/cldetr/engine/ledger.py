@@ -3,6 +3,7 @@
     RUN/recipe.json  manifest.json  audit.json    what is run and on what
     RUN/starts.json  lock                         when, with which versions, by whom
     RUN/phase1/train/      model.pth  stage.json  (checkpoints/ while it trains)
+    RUN/phase2/train/      predictions/ too, with METHOD.PSEUDO.CACHE
     RUN/phase1/select/     memory.json  exemplars_phase1.json  stage.json
     RUN/phase2/calibrate/  model.pth  stage.json
     RUN/phase2/evaluate/   metrics.json  stage.json

@@ -18,10 +18,12 @@ from torch.nn.parallel import DistributedDataParallel
 from cldetr.data.loader import PositionDataset, SampleOrder, train_loader
 from cldetr.data.mapper import Mapper
 from cldetr.data.memory import ExemplarMemory
+from cldetr.data.predictions import PredictedView
 from cldetr.data.views import View
 from cldetr.engine.checkpoint import latest_checkpoint, load_into, load_state, save_state
 from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.evaluation import to_scalars
+from cldetr.engine.labelling import label_once
 from cldetr.engine.ledger import Ledger, read_json
 from cldetr.engine.recipe import Recipe, StageSchedule
 from cldetr.engine.results import (
@@ -190,10 +192,16 @@ class IncrementalRun:
         if self.ledger.finished(phase, stage) is None:
             self._check_stop(stop)
             begin = time.perf_counter()
+            inputs = dict(self._inputs)
+            samples: View | PredictedView = entries
+            if learner.rule is not None and learner.rule.cache:
+                stored = folder / "predictions"
+                samples = self._label_once(learner, entries, stored, stop)
+                inputs["predictions"] = sha256_file(stored / "manifest.json")
             optimizer = build_optimizer(self.detector, recipe.optimizer)
             first, scaler = self._restore(folder, optimizer)
             loader = train_loader(
-                PositionDataset(entries, Mapper(recipe.augmentation, training=True), order),
+                PositionDataset(samples, Mapper(recipe.augmentation, training=True), order),
                 first=first,
                 last=steps,
                 workers=recipe.runtime.workers,
@@ -249,7 +257,7 @@ class IncrementalRun:
                 }
                 if learner.pseudo_images:
                     facts["pseudo"] = self._pseudo_facts(learner)
-                self.ledger.finish(phase, stage, ["model.pth"], self._inputs, facts)
+                self.ledger.finish(phase, stage, ["model.pth"], inputs, facts)
             comm.synchronize()
         self._load(folder / "model.pth")
         self._offset += steps
@@ -263,6 +271,20 @@ class IncrementalRun:
             "without": learner.pseudo_empty,
             "per_category": {name: count for name, count in counts if count},
         }
+
+    def _label_once(
+        self, learner: Learner, entries: View, folder: Path, stop: StopRequest
+    ) -> PredictedView:
+        """The stage's images with the predictions of the teacher, which then is let go."""
+        return label_once(
+            learner.to(self.device),
+            entries,
+            folder,
+            self.recipe.augmentation,
+            teacher_digest=self._inputs["model"],  # of the weights that the stage starts from
+            workers=self.recipe.runtime.workers,
+            check_stop=lambda: self._check_stop(stop),
+        )
 
     def _restore(self, folder: Path, optimizer: torch.optim.Optimizer) -> tuple[int, Any]:
         """Puts the newest checkpoint of a stage in place; returns its step and scaler state."""

@@ -10,11 +10,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import Tensor, nn
 
+from cldetr.errors import InputError
+from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_xyxy_to_cxcywh
 from cldetr.methods.distill import LOSSES, DistillRule, Pair
-from cldetr.methods.pseudo import MergeCounts, PseudoRule, make_pseudo_labels, merge_batch
+from cldetr.methods.pseudo import (
+    MergeCounts,
+    Predictions,
+    PseudoRule,
+    candidates,
+    make_pseudo_labels,
+    merge_batch,
+)
 from cldetr.modeling.detector import Detector
 from cldetr.modeling.structures import DetrOutput, Target
 
@@ -47,7 +57,8 @@ class Learner(nn.Module):
             teacher: the frozen model: Φ^old in the training step, the model at the start of
                 calibration when exemplars are completed.
             teacher_classes: labels that the teacher may give.
-            rule: how its predictions become pseudo-labels; None for none.
+            rule: how its predictions become pseudo-labels; None for none. Without a teacher, the
+                inputs bring its predictions with them (`recordable` made them).
             distill: the loss that compares its predictions query by query; None for none.
             annotated: labels of each phase's classes, the first phase's first. Where given, no
                 pseudo-label is of a class that is annotated on the image anyway, which its input's
@@ -77,10 +88,19 @@ class Learner(nn.Module):
         # .train() does not reach it.
         self._teacher = () if teacher is None else (teacher,)
 
+    def dismiss_teacher(self) -> None:
+        """Lets the teacher go; from here on the inputs must bring its predictions."""
+        self._teacher = ()
+
     @property
     def teacher(self) -> Detector | None:
         """The frozen model, if this stage has one."""
         return self._teacher[0] if self._teacher else None
+
+    @property
+    def teacher_labels(self) -> list[int]:
+        """Labels that the teacher may give, ascending."""
+        return self._teacher_classes.nonzero()[:, 0].tolist()
 
     def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Computes the losses of a batch: L_DKD (Eq. 5) with a teacher, L_DETR (Eq. 1) without."""
@@ -93,7 +113,7 @@ class Learner(nn.Module):
         output = self.detector.predict(images)
         if not _finite(output) or (advice is not None and not _finite(advice)):
             return _refuse(output)
-        if advice is not None and self.rule is not None:
+        if self.rule is not None:
             targets = self._merge(advice, targets, batched_inputs)
         mask = self._seen if self.mask_unseen else None
         losses = self.detector.criterion(output, targets, class_mask=mask)
@@ -102,30 +122,91 @@ class Learner(nn.Module):
         return losses
 
     @torch.no_grad()
-    def _merge(
-        self, advice: DetrOutput, truths: list[Target], batched_inputs: list[dict[str, Any]]
-    ) -> list[Target]:
-        """Labels a batch by the teacher's predictions and merges (Alg. 1, lines 6-7)."""
+    def recordable(self, batched_inputs: list[dict[str, Any]]) -> list[Instances]:
+        """The teacher's predictions on test inputs that the rule may ever use, to be kept.
+
+        Returns:
+            for each image, in pixels of its `height` and `width`: `pred_boxes`, `scores` (N, C) of
+            the teacher's classes in ascending order, and `background` (N,) for a softmax head.
+        """
         assert self.teacher is not None
         assert self.rule is not None
-        logits = advice.logits[-1].float()
-        usable = self._teacher_classes.expand(len(truths), -1)
-        if self._annotated is not None:
-            usable = usable & ~self._annotated[[entry["phase"] - 1 for entry in batched_inputs]]
-        pseudo = make_pseudo_labels(
-            self.teacher.scores(logits),
-            advice.boxes[-1].float(),
-            self.teacher.background(logits),
-            usable,
-            self.rule,
-            self.progress,
-        )
-        merged, counts = merge_batch(truths, pseudo, self.rule, most=logits.shape[1])
+        advice = self.teacher.predict(self.detector.preprocess(batched_inputs))
+        if not _finite(advice):
+            names = ", ".join(str(entry["file_name"]) for entry in batched_inputs)
+            raise InputError(f"the old model's predictions are not finite on {names}")
+        scores, boxes, background = self._read(advice)
+        usable = self._usable(batched_inputs)
+        found = []
+        for image, entry in enumerate(batched_inputs):
+            p_phi = None if background is None else background[image]
+            allowed = scores[image] * usable[image].to(scores.dtype)
+            queries = candidates(Predictions(allowed, boxes[image], p_phi), self.rule)
+            size = (entry["height"], entry["width"])
+            scale = boxes.new_tensor([size[1], size[0], size[1], size[0]])
+            kept = Instances(size)
+            kept.pred_boxes = Boxes(box_cxcywh_to_xyxy(boxes[image, queries]) * scale)
+            kept.scores = scores[image, queries][:, self._teacher_classes]
+            if p_phi is not None:
+                kept.background = p_phi[queries]
+            found.append(kept)
+        return found
+
+    @torch.no_grad()
+    def _merge(
+        self,
+        advice: DetrOutput | None,
+        truths: list[Target],
+        batched_inputs: list[dict[str, Any]],
+    ) -> list[Target]:
+        """Labels a batch by the teacher's predictions and merges (Alg. 1, lines 6-7)."""
+        assert self.rule is not None
+        usable = self._usable(batched_inputs)
+        if advice is None:
+            pseudo = self._recall(batched_inputs, usable)
+        else:
+            pseudo = make_pseudo_labels(*self._read(advice), usable, self.rule, self.progress)
+        most = self.detector.num_queries
+        merged, counts = merge_batch(truths, pseudo, self.rule, most=most)
         for target, truth in zip(merged, truths, strict=True):  # ground truth comes first
             added = target.labels[len(truth) :]
             self.pseudo_counts += torch.bincount(added, minlength=len(self.pseudo_counts))
         self._log(counts, truths)
         return merged
+
+    def _recall(self, batched_inputs: list[dict[str, Any]], usable: Tensor) -> list[Target]:
+        """Pseudo-labels of a batch from the predictions that its inputs bring."""
+        assert self.rule is not None
+        found = []
+        for entry, allowed in zip(batched_inputs, usable, strict=True):
+            kept = entry["predictions"].to(usable.device)
+            height, width = kept.image_size
+            boxes = kept.pred_boxes.tensor
+            boxes = box_xyxy_to_cxcywh(boxes / boxes.new_tensor([width, height, width, height]))
+            scores = boxes.new_zeros(len(boxes), len(allowed))
+            scores[:, self._teacher_classes] = kept.scores
+            background = kept.background[None] if kept.has("background") else None
+            found += make_pseudo_labels(
+                scores[None], boxes[None], background, allowed[None], self.rule, self.progress
+            )
+        return found
+
+    def _usable(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
+        """Classes that may be pseudo-labelled on each image, (B, K)."""
+        usable = self._teacher_classes.expand(len(batched_inputs), -1)
+        if self._annotated is not None:
+            usable = usable & ~self._annotated[[entry["phase"] - 1 for entry in batched_inputs]]
+        return usable
+
+    def _read(self, advice: DetrOutput) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Scores (B, Q, K), boxes (B, Q, 4) and p(φ) of the teacher's last layer, in float32."""
+        assert self.teacher is not None
+        logits = advice.logits[-1].float()
+        return (
+            self.teacher.scores(logits),
+            advice.boxes[-1].float(),
+            self.teacher.background(logits),
+        )
 
     def _compare(
         self, output: DetrOutput, advice: DetrOutput, rule: DistillRule

@@ -67,6 +67,11 @@ class Method:
             raise InputError("calibration needs exemplars: give the method a memory")
         if self.unseen not in ("mask", "negative"):
             raise InputError(f"unseen classes are 'mask' or 'negative', not {self.unseen!r}")
+        if self.distill is not None and self.pseudo is not None and self.pseudo.cache:
+            raise InputError(
+                "a distillation loss compares query by query on the same augmented image, so the "
+                "old model must run in every step: set METHOD.PSEUDO.CACHE to False"
+            )
         if self.joint and (self.needs_teacher or self.memory or self.calibrate):
             raise InputError("joint training sees all data: it takes no old model and no memory")
 

@@ -8,6 +8,7 @@ Shape shorthand: B images, Q queries, K classes (labels), T labels of one image.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,6 +34,9 @@ class PseudoRule:
         iou: λ, a pseudo-box that overlaps a ground-truth box by more than this is dropped.
         drop_at_iou: drop at IoU exactly λ too, as the released code does.
         soft: label with the teacher's class distribution; else with its best class.
+        cache: ask the teacher once per image, before the stage and at test size, and carry its
+            predictions through the augmentation; else ask it in every step about the augmented
+            image.
     """
 
     select: str = "topk"
@@ -43,6 +47,7 @@ class PseudoRule:
     iou: float = 0.7
     drop_at_iou: bool = False
     soft: bool = True
+    cache: bool = False
 
     def __post_init__(self) -> None:
         if self.select not in SELECTIONS:
@@ -67,7 +72,8 @@ class Predictions:
 
 
 # A selection takes the predictions, the rule and the progress of the stage in [0, 1], and returns
-# the chosen queries and their classes, most confident first.
+# the chosen queries and their classes, most confident first. What it chooses at any progress it
+# chooses at the beginning or at the end too; `candidates` relies on that.
 Selection = Callable[[Predictions, PseudoRule, float], tuple[Tensor, Tensor]]
 
 
@@ -150,6 +156,16 @@ def make_pseudo_labels(
                 probs = probs / probs.sum(dim=1, keepdim=True)
         found.append(Target(classes, pred.boxes[queries], probs))
     return found
+
+
+def candidates(pred: Predictions, rule: PseudoRule) -> Tensor:
+    """The queries that the rule may choose in the course of a stage, ascending, (N,).
+
+    A crop may lose the most confident ones, so ten times K are kept.
+    """
+    wide = dataclasses.replace(rule, k=10 * rule.k)
+    select = SELECTIONS[rule.select]
+    return torch.cat([select(pred, wide, progress)[0] for progress in (0.0, 1.0)]).unique()
 
 
 def drop_overlapping(pseudo: Target, truth: Target, rule: PseudoRule) -> Target:

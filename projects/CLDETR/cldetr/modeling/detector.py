@@ -37,6 +37,7 @@ class Detector(nn.Module):
     pixel_mean: Tensor
     pixel_std: Tensor
     visible_classes: Tensor | None
+    num_queries: int  # Q
 
     def __init__(
         self,

@@ -1,0 +1,223 @@
+"""Runs whose teacher is asked once: the same labels as live, at any interruption the same bits."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from cldetr.data.loader import MappedDataset
+from cldetr.data.mapper import Mapper
+from cldetr.data.predictions import PredictionStore
+from cldetr.engine.checkpoint import load_state
+from cldetr.engine.run import IncrementalRun
+from cldetr.engine.trainer import Interrupted, StageTrainer, StopRequest
+from cldetr.errors import InputError
+from cldetr.methods.learner import Learner, freeze
+
+from .conftest import start
+
+CACHE = ["METHOD.PSEUDO.CACHE", "True", "METHOD.PSEUDO.FOREGROUND", "0.01"]
+STILL = ["INPUT.FLIP", "0.0", "INPUT.MIN_SIZE_TRAIN", "[0]"]
+
+
+def weights(folder, stage="phase2/calibrate"):
+    return load_state(folder / stage / "model.pth")["model"]
+
+
+def assert_same_weights(folder, other):
+    for stage in ("phase2/train", "phase2/calibrate"):
+        theirs = weights(other, stage)
+        for key, value in weights(folder, stage).items():
+            assert torch.equal(value, theirs[key]), f"{stage}: {key}"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, tiny_recipe):
+    """An uninterrupted run with stored predictions, in training and in calibration."""
+    folder = tmp_path_factory.mktemp("cached")
+    IncrementalRun(tiny_recipe(folder, *CACHE, *COMPLETE)).run()
+    return folder
+
+
+COMPLETE = [
+    *("METHOD.CALIBRATE.COMPLETE.ENABLED", "True"),
+    *("METHOD.CALIBRATE.COMPLETE.CACHE", "True"),
+    *("METHOD.CALIBRATE.COMPLETE.FOREGROUND", "0.01"),
+]
+
+
+def test_a_run_keeps_what_the_teacher_said_and_says_what_it_is_of(finished):
+    first = json.loads((finished / "phase1/train/stage.json").read_text())
+    manifest = json.loads((finished / "phase2/train/predictions/manifest.json").read_text())
+    assert manifest["about"]["teacher"] == first["outputs"]["model.pth"]
+    assert len(manifest["about"]["classes"]) == 3
+    facts = json.loads((finished / "phase2/train/stage.json").read_text())
+    assert facts["facts"]["images"] == manifest["about"]["images"]
+    assert "predictions" in facts["inputs"]
+    second = json.loads((finished / "phase2/train/stage.json").read_text())
+    manifest = json.loads((finished / "phase2/calibrate/predictions/manifest.json").read_text())
+    assert manifest["about"]["teacher"] == second["outputs"]["model.pth"]
+    assert len(manifest["about"]["classes"]) == 4
+
+
+def test_replayed_exemplars_have_predictions_too(finished):
+    store = PredictionStore(finished / "phase2/train/predictions")
+    memory = json.loads((finished / "phase1/select/memory.json").read_text())
+    exemplars = len(memory["phases"][0]["image_ids"])
+    manifest = json.loads((finished / "manifest.json").read_text())
+    assert exemplars > 0
+    assert len(store) == len(manifest["phases"][1]["image_ids"]) + exemplars
+    assert all(len(store[len(store) - 1 - place].scores) for place in range(exemplars))
+
+
+def test_without_augmentation_training_is_as_with_the_live_teacher(finished, tiny_recipe, tmp_path):
+    given = ["MODEL.DETECTOR", str(finished / "phase1/train/model.pth")]
+    shared = [*given, *STILL, "MODEL.DETR.DROPOUT", "0.0", "SCHEDULE.TRAIN.MAX_STEPS", "2"]
+    IncrementalRun(tiny_recipe(tmp_path / "cached", *CACHE, *shared)).run()
+    live = ["METHOD.PSEUDO.FOREGROUND", "0.01"]
+    IncrementalRun(tiny_recipe(tmp_path / "live", *live, *shared)).run()
+    # The first step's: Adam turns a difference in the last bit of a gradient into a whole step.
+    first, again = (
+        json.loads((tmp_path / name / "metrics.json").read_text().splitlines()[0])
+        for name in ("cached", "live")
+    )
+    compared = [key for key in first if "loss" in key or "pseudo" in key]
+    assert {key: first[key] for key in compared} == pytest.approx(
+        {key: again[key] for key in compared}, rel=1e-5
+    )
+    assert first["pseudo/per_image"] > 0
+
+
+class CrashError(Exception):
+    """Stands for a crash at a chosen moment."""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_crashes_all_along_change_nothing(finished, tiny_recipe, tmp_path, monkeypatch, workers):
+    step, ask = StageTrainer.run_step, Learner.recordable
+    budget = [0]
+
+    def spend():
+        if budget[0] == 0:
+            raise CrashError
+        budget[0] -= 1
+
+    monkeypatch.setattr(StageTrainer, "run_step", lambda self: (spend(), step(self)))
+    monkeypatch.setattr(Learner, "recordable", lambda self, batch: (spend(), ask(self, batch))[1])
+    crashes, most = 0, 3
+    while not (tmp_path / "results.json").exists():
+        budget[0] = most
+        most += 4  # asking about all images has to fit in, in the end
+        more = ["DATALOADER.NUM_WORKERS", str(workers)]
+        run = IncrementalRun(tiny_recipe(tmp_path, *CACHE, *COMPLETE, *more), resume=crashes > 0)
+        try:
+            run.run()
+        except CrashError:
+            crashes += 1
+            run.ledger.close()
+    assert crashes >= 3
+    assert_same_weights(tmp_path, finished)
+
+
+def stop_in_training(tiny_recipe, finished, folder, monkeypatch):
+    """A run that has stored predictions and a checkpoint of phase 2, and stopped there."""
+    step = StageTrainer.run_step
+
+    def limited(self):
+        if self.step == 3:
+            raise CrashError
+        step(self)
+
+    given = ["MODEL.DETECTOR", str(finished / "phase1/train/model.pth"), *CACHE]
+    with monkeypatch.context() as patch:
+        patch.setattr(StageTrainer, "run_step", limited)
+        run = IncrementalRun(tiny_recipe(folder, *given))
+        with pytest.raises(CrashError):
+            run.run()
+        run.ledger.close()
+    return given
+
+
+def test_damaged_predictions_are_made_again_the_same(
+    finished, tiny_recipe, tmp_path, monkeypatch, caplog
+):
+    given = stop_in_training(tiny_recipe, finished, tmp_path / "a", monkeypatch)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    scores = tmp_path / "b/phase2/train/predictions/scores.npy"
+    whole = scores.read_bytes()
+    scores.write_bytes(whole[:-5])
+    IncrementalRun(tiny_recipe(tmp_path / "b", *given), resume=True).run()
+    assert "making the predictions again" in caplog.text
+    assert scores.read_bytes() == whole
+    IncrementalRun(tiny_recipe(tmp_path / "a", *given), resume=True).run()
+    assert_same_weights(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("key", ["teacher", "data"])
+def test_predictions_of_another_teacher_or_other_data_are_refused(
+    finished, tiny_recipe, tmp_path, monkeypatch, key
+):
+    given = stop_in_training(tiny_recipe, finished, tmp_path, monkeypatch)
+    path = tmp_path / "phase2/train/predictions/manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["about"][key] = "0" * 64
+    path.write_text(json.dumps(manifest))
+    run = IncrementalRun(tiny_recipe(tmp_path, *given), resume=True)
+    with pytest.raises(InputError, match=f"{key}: stored '000"):
+        run.run()
+    run.ledger.close()
+
+
+def test_a_signal_while_the_teacher_is_asked_stops_the_run(
+    finished, tiny_recipe, tmp_path, monkeypatch
+):
+    ask = Learner.recordable
+    asked = []
+
+    def count(self, batch):
+        asked.append(batch)
+        stop.signum = 15
+        return ask(self, batch)
+
+    stop = StopRequest()
+    monkeypatch.setattr(Learner, "recordable", count)
+    monkeypatch.setattr("cldetr.engine.run.StopRequest", lambda: stop)
+    given = ["MODEL.DETECTOR", str(finished / "phase1/train/model.pth"), *CACHE]
+    run = IncrementalRun(tiny_recipe(tmp_path, *given))
+    stop.signum = 0
+    with pytest.raises(Interrupted):
+        run.run()
+    run.ledger.close()
+    assert len(asked) == 1
+    assert not (tmp_path / "phase2/train/predictions").exists()
+
+
+def test_two_processes_store_what_one_stores(finished, tiny_shapes, tmp_path):
+    given = ["MODEL.DETECTOR", str(finished / "phase1/train/model.pth")]
+    few = ["SCHEDULE.TRAIN.MAX_STEPS", "1", "SCHEDULE.CALIBRATE.MAX_STEPS", "1"]
+    pair = start(tmp_path, [*tiny_shapes, *given, *CACHE, *few], "--num-gpus", "2")
+    said = pair.communicate(timeout=200)[0]
+    assert pair.returncode == 0, said
+    for name in ("starts", "scores", "boxes"):
+        path = f"phase2/train/predictions/{name}.npy"
+        assert (tmp_path / path).read_bytes() == (finished / path).read_bytes()
+    assert json.loads((tmp_path / "phase2/train/stage.json").read_text())["facts"]["steps"] == 1
+
+
+def test_what_is_stored_is_what_the_teacher_says_about_the_image_as_it_is(finished, tiny_recipe):
+    run = IncrementalRun(tiny_recipe(finished, *CACHE, *COMPLETE), resume=True)
+    run._load(finished / "phase1/train/model.pth")
+    teacher = freeze(run.detector, run.data.scenario.old(2))
+    view = run.data.train_entries(2, run._memory(1))
+    run.ledger.close()
+    entry = MappedDataset(view, Mapper(run.recipe.augmentation, training=False))[3]
+    (found,) = teacher([entry])  # the detector's own way to detections
+    stored = PredictionStore(finished / "phase2/train/predictions")[3]
+    best = found["instances"].scores[0]
+    assert stored.scores.max() == pytest.approx(float(best), rel=1e-5)
+    row = stored.scores.max(axis=1).argmax()
+    corners = torch.from_numpy(stored.boxes[row])
+    limit = torch.tensor([entry["width"], entry["height"]] * 2)
+    clipped = corners.clamp(min=0).minimum(limit)
+    torch.testing.assert_close(clipped, found["instances"].pred_boxes.tensor[0], atol=1e-3, rtol=0)
