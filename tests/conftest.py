@@ -12,6 +12,12 @@ import torch
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--write-golden", action="store_true", help="write golden_losses.json instead of comparing"
+    )
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

@@ -17,19 +17,6 @@ from cldetr.errors import InputError
 
 from .conftest import TINY, start, wait_for
 
-NOTHING = [  # no technique against forgetting
-    *("METHOD.PSEUDO.ENABLED", "False"),
-    *("METHOD.MEMORY.ENABLED", "False"),
-    *("METHOD.CALIBRATE.ENABLED", "False"),
-]
-
-ICARL = [
-    *("METHOD.DISTILL.ENABLED", "True"),
-    *("METHOD.PSEUDO.ENABLED", "False"),
-    *("METHOD.MEMORY.STRATEGY", "herding"),
-    *("METHOD.CALIBRATE.ENABLED", "False"),
-]
-
 
 def artefacts(folder):
     """What a run ends with: weights, memory and metrics."""
@@ -186,18 +173,11 @@ def test_three_phases_with_label_completion(tiny_recipe, tmp_path):
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(NOTHING, id="fine-tuning"),
-        pytest.param([*NOTHING, "METHOD.JOINT", "True"], id="joint"),
-        pytest.param(ICARL, id="icarl"),
-        pytest.param(
-            [*NOTHING, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "erd"], id="erd"
-        ),
-        pytest.param(["METHOD.PSEUDO.SELECT", "curriculum", "METHOD.PSEUDO.SOFT", "False"], id="p"),
         pytest.param(["SOLVER.ACCUMULATE", "2", "SOLVER.AMP.ENABLED", "True"], id="small-gpu"),
         pytest.param(["SCENARIO.PROTOCOL", "traditional", "METHOD.UNSEEN", "negative"], id="old"),
     ],
 )
-def test_other_methods_run_through_the_same_engine(tiny_recipe, tmp_path, overrides):
+def test_other_settings_run_through_the_same_engine(tiny_recipe, tmp_path, overrides):
     results = IncrementalRun(tiny_recipe(tmp_path, *overrides)).run()
     assert results["phases"][1]["all"]["AP"] is not None
 

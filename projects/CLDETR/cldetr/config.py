@@ -45,6 +45,7 @@ def add_cldetr_config(cfg: CN) -> None:
     cfg.METHOD.NAME = "cldetr"  # what tables call it
     cfg.METHOD.UNSEEN = "mask"  # head rows of later classes: out of the loss, or "negative"
     cfg.METHOD.JOINT = False  # all data seen so far with all labels: the upper bound
+    cfg.METHOD.REVEAL_OLD = False  # true boxes of old classes on new images: the KD-oracle
 
     cfg.METHOD.PSEUDO = _pseudo_keys(enabled=True)  # DKD, Sec. 3.3
 

@@ -108,6 +108,11 @@ class Scenario:
         classes = self.seen(last)
         return tuple(Part(source, tuple(ids), classes, 0) for source, ids in images.items())
 
+    def revealed(self, index: int) -> Part:
+        """D_i with annotations of all classes seen so far: what the KD-oracle trains on."""
+        phase = self.phase(index)
+        return Part(phase.source, phase.image_ids, self.seen(index), 0)
+
     def exemplars(self, image_ids: Mapping[int, Sequence[int]]) -> tuple[Part, ...]:
         """E_1 ∪ E_2 ∪ …: exemplars by phase, each with the classes of its own phase.
 

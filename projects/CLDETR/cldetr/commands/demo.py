@@ -31,8 +31,10 @@ def run(args: argparse.Namespace) -> int:
     """
     begin = time.monotonic()
     ensure_shapes("datasets/shapes")
-    ours = Job(_CONFIGS / "shapes_completion.yaml", 0, args.out / "cldetr", None)
-    plain = Job(_CONFIGS / "shapes_finetune.yaml", 0, args.out / "finetune", ours.folder)
+    ours = Job("cldetr", _CONFIGS / "shapes_completion.yaml", 0, args.out / "cldetr")
+    plain = Job(
+        "finetune", _CONFIGS / "shapes_finetune.yaml", 0, args.out / "finetune", ours.folder
+    )
     if not ours.finished or not plain.finished:
         _train(ours, plain)
     for job in (plain, ours):
@@ -52,12 +54,12 @@ def _train(ours: Job, plain: Job) -> None:
     print(f"CL-DETR trains in {ours.folder}; fine-tuning follows beside it in {plain.folder}")
     first_phase = ours.folder / "phase1/train/stage.json"
     with open(plain.folder / "console.txt", "ab") as console:
-        running = {ours: subprocess.Popen(ours.command([]), env=env)}
+        running = {ours: subprocess.Popen(ours.command(), env=env)}
         try:
             while any(process.poll() is None for process in running.values()):
                 if plain not in running and first_phase.exists():
                     running[plain] = subprocess.Popen(
-                        plain.command([]), env=env, stdout=console, stderr=subprocess.STDOUT
+                        plain.command(), env=env, stdout=console, stderr=subprocess.STDOUT
                     )
                 time.sleep(0.2)
         finally:

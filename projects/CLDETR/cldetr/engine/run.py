@@ -113,7 +113,7 @@ class IncrementalRun:
         memory = None
         if phase > 1 and method.memory is not None and method.memory.replay:
             memory = self._memory(phase - 1)
-        entries = self.data.train_entries(phase, memory, joint=method.joint)
+        entries = self.data.train_entries(phase, memory, method.joint, method.reveal_old)
         stage = schedule.first if phase == 1 else schedule.train
         self._fit(phase, "train", learner, entries, stage, stop)
 

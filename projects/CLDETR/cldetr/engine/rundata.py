@@ -74,13 +74,19 @@ class RunData:
         comm.synchronize()
 
     def train_entries(
-        self, phase: int, memory: ExemplarMemory | None = None, joint: bool = False
+        self,
+        phase: int,
+        memory: ExemplarMemory | None = None,
+        joint: bool = False,
+        reveal_old: bool = False,
     ) -> View:
-        """D_i ∪ E_1:i−1 with the labels of each image's own phase, or all data seen so far."""
+        """D_i ∪ E_1:i−1 with the labels of each image's own phase, or what upper bounds see."""
         parts = [self.scenario.phase(phase).part()]
         if joint:
             parts = list(self.scenario.joint(phase))
-        elif memory is not None:
+        elif reveal_old:
+            parts = [self.scenario.revealed(phase)]
+        if memory is not None:
             parts += self.scenario.exemplars(memory.image_ids)
         return View(self.scenario.categories, parts, self.train, name=f"phase {phase}")
 

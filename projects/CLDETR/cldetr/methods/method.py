@@ -52,6 +52,8 @@ class Method:
             rows out of the loss until their phase; "negative" trains them as negatives, as the
             released code does.
         joint: train every phase on all data seen so far with all labels: the upper bound.
+        reveal_old: show the true boxes of old classes on the phase's images in place of
+            pseudo-labels: the supplement's KD-oracle.
     """
 
     name: str = "finetune"
@@ -61,6 +63,7 @@ class Method:
     calibrate: CalibrationRule | None = None
     unseen: Literal["mask", "negative"] = "mask"
     joint: bool = False
+    reveal_old: bool = False
 
     def __post_init__(self) -> None:
         if self.calibrate is not None and self.memory is None:
@@ -74,6 +77,8 @@ class Method:
             )
         if self.joint and (self.needs_teacher or self.memory or self.calibrate):
             raise InputError("joint training sees all data: it takes no old model and no memory")
+        if self.reveal_old and (self.needs_teacher or self.joint):
+            raise InputError("true old labels take the place of the old model's: choose one")
 
     @property
     def needs_teacher(self) -> bool:

@@ -1,0 +1,196 @@
+"""The table of a sweep: mean ± 95% confidence interval over the seeds, beside the paper's figures.
+
+A metric is written as `all.AP`, `old.APs`, `new.AP50` (of the last phase's model) or `fpp.AP`.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from scipy import stats
+
+from cldetr.report.paper import Figure, PaperTable
+
+COLUMNS = ("all.AP", "all.AP50", "all.AP75", "old.AP", "new.AP", "fpp.AP")
+RUNS = Mapping[int, Mapping[str, Any]]  # results by seed
+
+
+@dataclass(frozen=True)
+class Row:
+    """A config's line.
+
+    Attributes:
+        label: what the table calls it.
+        runs: how many are finished.
+        ours: what was measured, by metric; None where no run has a value.
+        change: AP less that of the table's first row, paired by seed; None where nothing pairs.
+        paper: the paper's figures, by metric.
+    """
+
+    label: str
+    runs: int
+    ours: Mapping[str, Figure | None]
+    change: Figure | None = None
+    paper: Mapping[str, Figure] = field(default_factory=dict)
+
+
+def mean_interval(values: Sequence[float]) -> Figure:
+    """The mean and the half width of its 95% confidence interval (Student's t); None for one."""
+    mean = math.fsum(values) / len(values)
+    if len(values) < 2:
+        return mean, None
+    spread = math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    factor = float(stats.t.ppf(0.975, len(values) - 1))
+    return mean, factor * spread / math.sqrt(len(values))
+
+
+def own_rows(found: Mapping[str, RUNS], columns: Sequence[str] = COLUMNS) -> list[Row]:
+    """Rows of a sweep's configs, each also against the first.
+
+    A row is called what its config calls the method, or by the config where two agree in that.
+
+    Args:
+        found: results by config and seed.
+        columns: metrics.
+    """
+    reference = next(iter(found.values()), {})
+    methods = {name: next(iter(runs.values()))["method"] for name, runs in found.items()}
+    shared = [method for method, count in Counter(methods.values()).items() if count > 1]
+    return [
+        Row(
+            name if methods[name] in shared else methods[name],
+            len(runs),
+            _measured(runs, columns),
+            None if runs is reference else _change(runs, reference),
+        )
+        for name, runs in found.items()
+    ]
+
+
+def paper_rows(table: PaperTable, names: Mapping[str, str], found: Mapping[str, RUNS]) -> list[Row]:
+    """Rows of one of the paper's tables, with what was measured so far.
+
+    Args:
+        table: the paper's.
+        names: from a row's config file to its name in the sweep.
+        found: results by name and seed.
+    """
+    rows = []
+    for row in table.rows:
+        runs = found.get(names.get(row.config or "", ""), {})
+        measured = _measured(runs, table.columns)
+        rows.append(Row(row.label, len(runs), measured, None, row.figures))
+    return rows
+
+
+def markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """The table for a page; the paper's figures stand in brackets."""
+    change = any(row.change for row in rows)
+    heads = ["", "runs", *map(title, columns)] + (["Δ AP"] if change else [])
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for row in rows:
+        cells = [row.label, str(row.runs)]
+        for column in columns:
+            cell = _plain(row.ours[column])
+            cells.append(f"{cell} ({_plain(row.paper[column])})" if column in row.paper else cell)
+        if change:
+            cells.append(_plain(row.change, sign=True) if row.change else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def latex(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """The table for a paper (package booktabs); the paper's figures stand in brackets."""
+    lines = [
+        f"\\begin{{tabular}}{{lc{'c' * len(columns)}}}",
+        "\\toprule",
+        " & ".join(["", "runs", *(_tex(title(column)) for column in columns)]) + " \\\\",
+        "\\midrule",
+    ]
+    for row in rows:
+        cells = [_tex(row.label), str(row.runs)]
+        for column in columns:
+            cell = _tex_figure(row.ours[column])
+            if column in row.paper:
+                cell += f" ({_tex_figure(row.paper[column])})"
+            cells.append(cell)
+        lines.append(" & ".join(cells) + " \\\\")
+    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+
+
+def csv_text(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """One line for each row and metric, in full precision."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["row", "metric", "runs", "mean", "half_95", "paper_mean", "paper_half_95"])
+    for row in rows:
+        lines = [(column, row.ours[column], row.paper.get(column)) for column in columns]
+        if row.change:
+            lines.append(("change of all.AP", row.change, None))
+        for metric, ours, paper in lines:
+            cells = [*(ours or (None, None)), *(paper or (None, None))]
+            writer.writerow([row.label, metric, row.runs, *cells])
+    return text.getvalue()
+
+
+def title(column: str) -> str:
+    """A metric as a table's head: `all.AP` is AP, `old.APs` old AP_S, `fpp.AP` FPP."""
+    group, metric = column.split(".")
+    metric = metric.replace("APs", "AP_S").replace("APm", "AP_M").replace("APl", "AP_L")
+    if group == "fpp":
+        return metric.replace("AP", "FPP")
+    return metric if group == "all" else f"{group} {metric}"
+
+
+def _measured(runs: RUNS, columns: Sequence[str]) -> dict[str, Figure | None]:
+    return {
+        column: _figure([_value(results, column) for results in runs.values()])
+        for column in columns
+    }
+
+
+def _change(runs: RUNS, reference: RUNS) -> Figure | None:
+    differences = []
+    for seed in runs.keys() & reference.keys():
+        own, other = (_value(results[seed], "all.AP") for results in (runs, reference))
+        differences.append(None if own is None or other is None else own - other)
+    return _figure(differences)
+
+
+def _figure(values: Sequence[float | None]) -> Figure | None:
+    known = [value for value in values if value is not None]
+    return mean_interval(known) if known else None
+
+
+def _value(results: Mapping[str, Any], column: str) -> float | None:
+    group, metric = column.split(".")
+    scores = results["fpp"] if group == "fpp" else results["phases"][-1][group]
+    return None if scores is None else scores[metric]
+
+
+def _plain(figure: Figure | None, sign: bool = False) -> str:
+    if figure is None:
+        return "–"
+    mean, half = figure
+    text = f"{mean:+.1f}" if sign else f"{mean:.1f}"
+    return text if half is None else f"{text} ± {half:.1f}"
+
+
+def _tex_figure(figure: Figure | None) -> str:
+    if figure is None:
+        return "--"
+    mean, half = figure
+    return f"{mean:.1f}" if half is None else f"{mean:.1f}{{\\tiny$\\pm${half:.1f}}}"
+
+
+_TEX = {"&": "\\&", "%": "\\%", "_": "\\_", "#": "\\#", "≥": "$\\geq$", "×": "$\\times$"}
+
+
+def _tex(text: str) -> str:
+    return "".join(_TEX.get(letter, letter) for letter in text)

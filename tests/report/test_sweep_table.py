@@ -1,0 +1,124 @@
+"""Tables of sweeps: the interval worked by hand, pairing by seed, the paper's figures beside."""
+
+import csv
+import io
+from pathlib import Path
+
+import pytest
+
+from cldetr.engine.from_yaml import recipe_from_yaml
+from cldetr.errors import InputError
+from cldetr.report.paper import find_table, paper_tables
+from cldetr.report.sweep_table import (
+    csv_text,
+    latex,
+    markdown,
+    mean_interval,
+    own_rows,
+    paper_rows,
+    title,
+)
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def results(ap, method="m"):
+    scores = {"AP": ap, "AP50": ap + 1, "AP75": None, "APs": 1.0, "APm": 2.0, "APl": 3.0}
+    phase = {"phase": 2, "all": scores, "old": scores, "new": scores}
+    return {"method": method, "phases": [phase], "fpp": scores}
+
+
+def test_the_interval_is_students():
+    mean, half = mean_interval([1.0, 2.0, 3.0])
+    assert mean == 2.0
+    assert half == pytest.approx(4.302653 * 1.0 / 3**0.5, rel=1e-6)
+    assert mean_interval([5.0]) == (5.0, None)
+
+
+def test_changes_are_paired_by_seed():
+    found = {
+        "a": {0: results(40.0, "A"), 1: results(50.0, "A"), 2: results(10.0, "A")},
+        "b": {1: results(52.0, "B"), 0: results(41.0, "B")},
+    }
+    first, second = own_rows(found)
+    assert first.change is None
+    assert second.label == "B"
+    assert second.ours["all.AP"] == pytest.approx((46.5, 12.706205 * 7.778175 / 2**0.5))
+    mean, half = second.change  # of +1 and +2
+    assert mean == pytest.approx(1.5)
+    assert half == pytest.approx(12.706205 * 0.707107 / 2**0.5, rel=1e-5)
+    table = markdown([first, second], ["all.AP", "all.AP75"])
+    assert "| B | 2 | 46.5 ± 69.9 | – | +1.5 ± 6.4 |" in table
+
+
+def test_equal_method_names_give_way_to_the_configs():
+    found = {"a": {0: results(40.0)}, "b": {0: results(41.0)}}
+    assert [row.label for row in own_rows(found)] == ["a", "b"]
+
+
+def test_the_papers_figures_stand_beside_ours():
+    table = find_table("1")
+    rows = paper_rows(table, {"methods/lwf.yaml": "lwf"}, {"lwf": {0: results(25.0)}})
+    (line,) = [line for line in markdown(rows, table.columns).splitlines() if "10, LwF" in line]
+    assert line.startswith("| 70+10, LwF | 1 | 25.0 (24.5 ± 0.3) | 26.0 (36.6 ± 0.2) | – (26.7")
+    assert "25.0 (24.5{\\tiny$\\pm$0.3})" in latex(rows, table.columns)
+    lines = list(csv.DictReader(io.StringIO(csv_text(rows, table.columns))))
+    found = [x for x in lines if x["row"] == "70+10, LwF" and x["metric"] == "all.AP"]
+    cells = [found[0][name] for name in ("mean", "paper_mean", "paper_half_95")]
+    assert cells == ["25.0", "24.5", "0.3"]
+
+
+def test_latex_escapes_what_it_must():
+    rows = own_rows({"a": {0: results(40.0, "R&D_1 50%")}})
+    assert "R\\&D\\_1 50\\%" in latex(rows, ["all.AP"])
+
+
+def test_heads_are_the_papers():
+    assert [title(x) for x in ("all.AP", "old.APs", "fpp.AP", "fpp.APl")] == [
+        "AP",
+        "old AP_S",
+        "FPP",
+        "FPP_L",
+    ]
+
+
+def test_an_unknown_table_lists_the_known_ones():
+    with pytest.raises(InputError, match="S-oracles"):
+        find_table("9")
+
+
+def test_every_row_of_the_paper_has_a_config_that_loads():
+    """Rows without one are those that the paper quotes on GFLv1."""
+    for table in paper_tables().values():
+        for row in table.rows:
+            assert (row.config is None) == ("GFLv1" in row.label), row.label
+            if row.config:
+                recipe = recipe_from_yaml(str(CONFIGS / row.config))
+                for setting in ("70+10", "40+40", "40+20×2", "40+10×4"):
+                    if setting in row.label:
+                        assert recipe.scenario.name == setting.replace("×", "x")
+                    assert ("UP-DETR" in row.label) == (
+                        recipe.model.description["META_ARCHITECTURE"] == "DETR"
+                    )
+
+
+def test_the_papers_fpp_is_the_first_phases_ap_less_the_lasts():
+    """43.3 = 41.8 + 1.5 on the 70 classes: a check of the entered figures against one another."""
+    for name in ("2", "S-methods", "S-exemplars"):
+        for row in find_table(name).rows:
+            total = row.figures["old.AP"][0] + row.figures["fpp.AP"][0]
+            assert total == pytest.approx(43.3, abs=0.05), row.label
+
+
+def test_configs_state_what_their_tables_vary():
+    names = ["selection/k5", "selection/p03", "methods/kd_oracle", "methods/er_oracle"]
+    names += ["up_detr/70_10", "traditional/40_40_without_er"]
+    load = {f"{name}.yaml": recipe_from_yaml(str(CONFIGS / f"{name}.yaml")) for name in names}
+    assert load["selection/k5.yaml"].method.pseudo.k == 5
+    assert load["selection/p03.yaml"].method.pseudo.select == "threshold"
+    assert load["methods/kd_oracle.yaml"].method.reveal_old
+    assert load["methods/er_oracle.yaml"].method.memory.budget == 1.0
+    up_detr = load["up_detr/70_10.yaml"].schedule
+    assert (up_detr.train.epochs, up_detr.calibrate.epochs) == (120, 30)
+    without = load["traditional/40_40_without_er.yaml"]
+    assert (without.scenario.protocol, without.method.memory) == ("traditional", None)
