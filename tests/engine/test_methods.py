@@ -16,6 +16,9 @@ from cldetr.engine.checkpoint import load_state, save_state
 from cldetr.engine.from_yaml import recipe_from_yaml
 from cldetr.engine.run import IncrementalRun
 from cldetr.engine.trainer import StopRequest
+from cldetr.errors import InputError
+from cldetr.methods.method import Method
+from cldetr.methods.pseudo import PseudoRule
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GOLDEN = Path(__file__).with_name("golden_losses.json")
@@ -125,3 +128,18 @@ def training_losses(folder):
     """The total loss of each step of the second phase's training stage."""
     lines = map(json.loads, (folder / "metrics.json").read_text().splitlines())
     return [line["total_loss"] for line in lines if "total_loss" in line][:STEPS]
+
+
+def test_the_kd_oracle_sees_the_true_boxes_of_old_classes(tiny_recipe, tmp_path):
+    run = IncrementalRun(tiny_recipe(tmp_path))
+    run.ledger.close()
+    hidden = [entry["annotations"] for entry in run.data.train_entries(2)]
+    shown = [entry["annotations"] for entry in run.data.train_entries(2, reveal_old=True)]
+    classes = [{item["category_id"] for item in items} for items in shown]
+    assert set.union(*classes) == {0, 1, 2, 3}
+    assert hidden == [[item for item in items if item["category_id"] == 3] for items in shown]
+
+
+def test_the_kd_oracle_takes_no_teacher():
+    with pytest.raises(InputError, match="take the place"):
+        Method(reveal_old=True, pseudo=PseudoRule())
