@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import statistics
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import transformers
 from detectron2.config import get_cfg
 from detectron2.modeling import build_model
 from hugging_face import inputs, twin, weighted_losses  # type: ignore[import-not-found]
+from measure import peak_mb  # type: ignore[import-not-found]
 from transformers.loss.loss_deformable_detr import DeformableDetrHungarianMatcher
 
 import cldetr
@@ -187,7 +187,7 @@ def main() -> None:
         train, _ = contest.make(args.memory_of)
         train()
         train()
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        print(peak_mb())
         return
     result = {
         "batch": args.batch,

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pycocotools.coco import COCO
 
-from cldetr.data.cache import ARRAYS
+from cldetr.data import cache as cache_module
+from cldetr.data.cache import ARRAYS, cache_folder
 from cldetr.data.coco import load_coco
 from cldetr.data.texts import PackedTexts
 from cldetr.errors import InputError
@@ -251,3 +252,26 @@ def test_missing_and_unreadable_files_are_told_apart(tmp_path):
         path.chmod(0)
         with pytest.raises(InputError, match="cannot be read: Permission"):
             load_coco(path, tmp_path)
+
+
+def test_a_run_caches_large_files_in_the_users_cache_folder(tmp_path, monkeypatch):
+    path = tmp_path / "instances.json"
+    path.write_bytes(b"x" * 100)
+    monkeypatch.delenv("CLDETR_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert cache_folder(path) is None  # small
+    assert cache_folder(tmp_path / "missing.json") is None
+    monkeypatch.setattr(cache_module, "_LEAST_SIZE", 100)
+    assert cache_folder(path) == tmp_path / "xdg" / "cldetr"
+    monkeypatch.setenv("CLDETR_CACHE", str(tmp_path / "own"))
+    assert cache_folder(path) == tmp_path / "own"
+    monkeypatch.setenv("CLDETR_CACHE", "")
+    assert cache_folder(path) is None
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, caplog):
+    path = write(tmp_path / "a.json", random_coco(1))
+    (tmp_path / "file").write_text("no folder can be here")
+    data = load_coco(path, tmp_path, cache_dir=tmp_path / "file" / "cldetr")
+    assert len(data.image_ids)
+    assert "no cache could be written" in caplog.text

@@ -54,6 +54,7 @@ MORE = [
     "exemplars/adaptive",
     "selection/p01",
     "selection/curriculum",
+    "ablation/cached",
     "ablation/hard_labels",
     "ablation/kl_instances",
 ]

@@ -37,6 +37,25 @@ ARRAYS = (
     "object_ids",
 )
 _DIGEST = 32  # bytes of a SHA-256
+_LEAST_SIZE = 16 << 20  # bytes; smaller annotation files are read in no time
+
+
+def cache_folder(json_file: str | os.PathLike[str]) -> Path | None:
+    """Where a run keeps the arrays of an annotation file; None for files that are small.
+
+    `CLDETR_CACHE` where it is set (empty: nowhere), else `cldetr` in the user's cache folder
+    (`XDG_CACHE_HOME`, `~/.cache`). It may be deleted at any time.
+    """
+    try:
+        if os.path.getsize(json_file) < _LEAST_SIZE:
+            return None
+    except OSError:  # the reader will say what is wrong with the file
+        return None
+    own = os.environ.get("CLDETR_CACHE")
+    if own is not None:
+        return Path(own) if own else None
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(base) / "cldetr"
 
 
 def cache_file(

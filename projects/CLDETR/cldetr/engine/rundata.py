@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from cldetr.data.audit import audit_scenario
+from cldetr.data.cache import cache_folder
 from cldetr.data.catalog import register_exemplars, register_views, registered_file
 from cldetr.data.coco import CocoData, load_coco
 from cldetr.data.exemplars import Context, find_strategy, resolve_budget
@@ -195,7 +196,13 @@ class RunData:
         for reference in references:
             json_file, image_root = locate(reference)
             loaded.append(
-                load_coco(json_file, image_root, bad_boxes=self.recipe.data.bad_boxes, trim=trim)
+                load_coco(
+                    json_file,
+                    image_root,
+                    bad_boxes=self.recipe.data.bad_boxes,
+                    trim=trim,
+                    cache_dir=cache_folder(json_file),
+                )
             )
         return {BASE: loaded[0]} if len(loaded) == 1 else {data.name: data for data in loaded}
 

@@ -1,0 +1,65 @@
+"""What the benchmarks share: alternating runs, peak memory, versions."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def alternate(
+    runs: Mapping[str, Callable[[], object]],
+    repeat: int,
+    clock: Callable[[], float] = time.process_time,
+    warm: int = 1,
+) -> dict[str, float]:
+    """Runs every side in turn, again and again; the median seconds of each side.
+
+    CPU time by default: with one thread, other processes disturb it least.
+    """
+    for run in runs.values():
+        for _ in range(warm):
+            run()
+    times: dict[str, list[float]] = {side: [] for side in runs}
+    for _ in range(repeat):
+        for side, run in runs.items():
+            start = clock()
+            run()
+            times[side].append(clock() - start)
+    return {side: statistics.median(found) for side, found in times.items()}
+
+
+def peak_mb() -> float:
+    """The peak memory of this process, in MB.
+
+    From /proc: `getrusage` would begin with the memory of the process that started this one.
+    """
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def ask_fresh_process(file: str, *arguments: str) -> dict[str, Any]:
+    """Runs a benchmark's file in a process of its own; its last line, read as JSON."""
+    command = [sys.executable, file, *arguments]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Versions of Python, this project, torch and other packages."""
+    found = {"python": platform.python_version()}
+    return found | {
+        name: import_module(name).__version__ for name in ("cldetr", "torch", *packages)
+    }
+
+
+def rounded(values: Mapping[str, float], digits: int = 3) -> dict[str, float]:
+    """Numbers as they are worth printing."""
+    return {key: round(value, digits) for key, value in values.items()}
