@@ -11,7 +11,7 @@ The same command with --resume goes on where a run stopped. A YAML config takes 
 
 import sys
 
-from cldetr.engine.main import main
+from cldetr.train import main
 
 if __name__ == "__main__":
     sys.exit(main())

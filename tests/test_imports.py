@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "predict": ("engine",),
     "report": ("engine",),
     "doctor": ("engine",),
+    "train": ("report",),
     "commands": ("report", "doctor", "predict", "drawing"),
     "cli": ("commands",),
 }

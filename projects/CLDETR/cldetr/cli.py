@@ -23,6 +23,7 @@ COMMANDS = {
     "exemplars": "choose the exemplars of a data set",
     "sweep": "run configs over several seeds and tabulate means with their confidence",
     "predict": "find objects in images with a trained detector",
+    "report": "draw the page of a run, or one that compares several",
     "convert": "turn official Deformable DETR, DETR, UP-DETR and CL-DETR checkpoints into ours",
 }
 

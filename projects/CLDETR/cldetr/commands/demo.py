@@ -12,6 +12,8 @@ from cldetr.data.shapes import ensure_shapes
 from cldetr.engine.results import format_table, load_results
 from cldetr.engine.sweep import Job
 from cldetr.errors import InputError
+from cldetr.report.comparison import write_comparison
+from cldetr.report.rundir import read_run
 
 _CONFIGS = Path(__file__).parents[4] / "configs"
 
@@ -39,9 +41,11 @@ def run(args: argparse.Namespace) -> int:
         _train(ours, plain)
     for job in (plain, ours):
         print("\n" + format_table(load_results(job.folder / "results.json")))
+    page = write_comparison([read_run(job.folder) for job in (plain, ours)], args.out / "report")
     print(
         "\nThe old classes after phase 2 are what fine-tuning forgets and CL-DETR keeps.\n"
-        f"Look into {ours.folder} and {plain.folder}: log.txt, results.json, tensorboard/.\n"
+        f"Both side by side: {page}. Each by itself: {ours.folder / 'report/index.html'} and "
+        f"{plain.folder / 'report/index.html'}.\n"
         f"{(time.monotonic() - begin) / 60:.1f} minutes."
     )
     return 0

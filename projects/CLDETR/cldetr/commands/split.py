@@ -14,6 +14,7 @@ from cldetr.data.export import write_part
 from cldetr.data.manifest import save_manifest
 from cldetr.errors import InputError
 from cldetr.files import write_json
+from cldetr.report.audit_page import write_audit_page
 from cldetr.scenario import BASE, Scenario, make_scenario, make_separate_scenario
 
 ORDERS = ("id", "seed", "released")
@@ -71,7 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--data-seed", type=int, metavar="N", help="shuffles the images; default: 0")
     how.add_argument("--partial", action="store_true", help="allow classes that no phase learns")
     out = parser.add_argument_group("what to write")
-    out.add_argument("--out", type=Path, metavar="DIR", help="for manifest.json and audit.json")
+    out.add_argument(
+        "--out", type=Path, metavar="DIR", help="for manifest.json, audit.json and audit.html"
+    )
     out.add_argument("--write-json", action="store_true", help="and a COCO file per phase")
 
 
@@ -86,7 +89,11 @@ def run(args: argparse.Namespace) -> int:
     if args.out is not None:
         digest = save_manifest(scenario, args.out / "manifest.json")
         write_json(args.out / "audit.json", audit)
-        print(f"\nwrote {args.out / 'manifest.json'} ({digest[:12]}) and {args.out / 'audit.json'}")
+        write_audit_page(scenario, audit, args.out / "audit.html")
+        print(
+            f"\nwrote {args.out / 'manifest.json'} ({digest[:12]}), {args.out / 'audit.json'} and "
+            f"the page {args.out / 'audit.html'}"
+        )
         written = [args.out / f"phase{phase.index}.json" for phase in scenario.phases]
         if args.write_json:
             for phase, path in zip(scenario.phases, written, strict=True):

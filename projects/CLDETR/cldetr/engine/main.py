@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -32,16 +32,19 @@ from cldetr.errors import InputError
 logger = logging.getLogger("cldetr")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+AfterRun = Callable[[Path], None]  # what is done with the directory of a run that has ended
+
+
+def main(argv: Sequence[str] | None = None, after_run: AfterRun | None = None) -> int:
     """Runs `train_net.py`; returns its exit status (2 for what the user can mend)."""
     args = _parser().parse_args(argv)
     try:
         read_recipe(args)  # a misspelt key is told before processes start
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return _join(args)
+            return _join(args, after_run)
         if args.num_machines * args.num_gpus > 1:
-            return _launch(args)
-        return _work(args)
+            return _launch(args, after_run)
+        return _work(args, after_run)
     except InputError as error:
         print(f"train_net.py: {error}", file=sys.stderr)
         return 2
@@ -74,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _work(args: argparse.Namespace) -> int:
+def _work(args: argparse.Namespace, after_run: AfterRun | None) -> int:
     """What each process does."""
     rank = comm.get_rank()
     setup_logger(name="cldetr", distributed_rank=rank)
@@ -89,6 +92,8 @@ def _work(args: argparse.Namespace) -> int:
     if comm.is_main_process():
         _log_to(Path(recipe.runtime.output_dir) / "log.txt")
     run.run()
+    if after_run is not None and comm.is_main_process():
+        after_run(Path(recipe.runtime.output_dir))
     return 0
 
 
@@ -112,7 +117,7 @@ def _log_to(path: Path) -> None:
     logging.getLogger("cldetr").addHandler(handler)
 
 
-def _join(args: argparse.Namespace) -> int:
+def _join(args: argparse.Namespace, after_run: AfterRun | None) -> int:
     """Joins the processes that torchrun started and numbered."""
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     torch.distributed.init_process_group(backend, timeout=timedelta(minutes=args.timeout))
@@ -120,12 +125,12 @@ def _join(args: argparse.Namespace) -> int:
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     try:
-        return _work(args)
+        return _work(args, after_run)
     finally:
         torch.distributed.destroy_process_group()
 
 
-def _launch(args: argparse.Namespace) -> int:
+def _launch(args: argparse.Namespace, after_run: AfterRun | None) -> int:
     """Starts the processes of this machine and waits for them; returns the worst exit status."""
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, _pass_on)
@@ -136,7 +141,7 @@ def _launch(args: argparse.Namespace) -> int:
             num_machines=args.num_machines,
             machine_rank=args.machine_rank,
             dist_url="auto" if args.num_machines == 1 else args.dist_url,
-            args=(args,),
+            args=(args, after_run),
             timeout=timedelta(minutes=args.timeout),
         )
     except mp.ProcessExitedException as error:
@@ -151,9 +156,9 @@ def _pass_on(signum: int, frame: FrameType | None) -> None:
             os.kill(child.pid, signum)
 
 
-def _worker(args: argparse.Namespace) -> None:
+def _worker(args: argparse.Namespace, after_run: AfterRun | None) -> None:
     try:
-        _work(args)
+        _work(args, after_run)
     except InputError as error:
         print(f"train_net.py: {error}", file=sys.stderr)
         sys.exit(2)

@@ -26,7 +26,7 @@ from cldetr.files import sha256_json
 
 logger = logging.getLogger(__name__)
 
-_TRAIN = "import sys; from cldetr.engine.main import main; sys.exit(main())"
+_TRAIN = "import sys; from cldetr.train import main; sys.exit(main())"
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,273 @@
+"""The numbers that pages and plots show, as plain data."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cldetr.engine.recipe import differing
+from cldetr.engine.sweep import mean_interval
+from cldetr.report.rundir import Run, Stage
+
+SETS = ("all", "old", "new")
+
+
+@dataclass(frozen=True)
+class Change:
+    """AP of a category after the phase that taught it and after the last phase, in percent."""
+
+    name: str
+    phase: int  # in which it was learnt
+    first: float | None
+    last: float | None
+
+    @property
+    def difference(self) -> float | None:
+        """What later phases did to it: negative where it was forgotten."""
+        return None if self.first is None or self.last is None else self.last - self.first
+
+
+def category_changes(results: Mapping[str, Any]) -> list[Change]:
+    """What became of each category from its first appearance to the end, in order of learning."""
+    phases = results["phases"]
+    last = phases[-1]["per_category"]
+    found: dict[str, Change] = {}
+    for entry in phases:
+        for name, scores in entry["per_category"].items():
+            if name not in found:
+                end = last.get(name, {}).get("AP")
+                found[name] = Change(name, entry["phase"], scores["AP"], end)
+    return list(found.values())
+
+
+@dataclass(frozen=True)
+class CategoryCounts:
+    """How often a category occurs; None where the run does not say."""
+
+    name: str
+    phase: int
+    data: int | None  # labelled objects in its phase
+    exemplars: int | None  # of these, those that are kept
+    pseudo: float | None  # pseudo-labels in one pass over the images of each later phase
+
+
+def category_counts(run: Run) -> list[CategoryCounts]:
+    """The distribution of categories over data, exemplars and pseudo-labels, phase by phase."""
+    data: dict[str, int] = {}
+    kept: dict[str, int] = {}
+    phase_of: dict[str, int] = {}
+    if run.memory is not None:
+        for chosen in run.memory.phases:
+            for record in chosen.classes:
+                phase_of[record.name] = chosen.index
+                data[record.name] = record.objects_in_data
+                kept[record.name] = record.objects_in_exemplars
+    if run.audit is not None:
+        for entry in run.audit["phases"]:
+            for name, count in entry["instances_per_class"].items():
+                phase_of.setdefault(name, entry["index"])
+                data.setdefault(name, count)
+    pseudo = pseudo_per_pass(run.stages)
+    last = max(phase_of.values(), default=0)  # its categories were never old
+    return [
+        CategoryCounts(
+            name,
+            phase,
+            data.get(name),
+            kept.get(name),
+            None if pseudo is None or phase == last else pseudo.get(name, 0.0),
+        )
+        for name, phase in sorted(phase_of.items(), key=lambda item: item[1])
+    ]
+
+
+def pseudo_per_pass(stages: Sequence[Stage]) -> dict[str, float] | None:
+    """Pseudo-labels by category in one pass over each phase's images, summed over the phases.
+
+    A stage counts them on the images it saw since its start, each as often as it saw it.
+    """
+    total: dict[str, float] = {}
+    counted = False
+    for stage in stages:
+        pseudo, images = stage.facts.get("pseudo"), stage.number("images")
+        if stage.name != "train" or not isinstance(pseudo, dict) or not images:
+            continue
+        if not isinstance(pseudo.get("images"), int) or pseudo["images"] < 1:
+            continue
+        counted = True
+        for name, count in pseudo.get("per_category", {}).items():
+            total[name] = total.get(name, 0.0) + count / pseudo["images"] * images
+    return total if counted else None
+
+
+@dataclass(frozen=True)
+class Span:
+    """The training steps of a stage within the whole run."""
+
+    phase: int
+    stage: str
+    first: int
+    last: int
+
+
+def training_spans(run: Run) -> list[Span]:
+    """Where the curves of each training stage lie; the last may be under way."""
+    spans, first = [], 0
+    for stage in run.stages:
+        if stage.steps:
+            spans.append(Span(stage.phase, stage.name, first, first + stage.steps))
+            first += stage.steps
+    reached = int(run.curve[-1]["iteration"]) + 1 if run.curve else 0
+    if run.under_way and reached > first:
+        spans.append(Span(*run.under_way, first, reached))
+    return spans
+
+
+def curve_of(run: Run, key: str) -> tuple[list[int], list[float]]:
+    """A logged quantity: the steps at which it is known and finite, and its values."""
+    points = [
+        (int(point["iteration"]) + 1, point[key])
+        for point in run.curve
+        if key in point and math.isfinite(point[key])
+    ]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def differences_from(
+    reference: Mapping[str, Any], identity: Mapping[str, Any]
+) -> list[tuple[str, Any, Any]]:
+    """Settings that differ, as (key, reference's value, the run's value).
+
+    A model from a LazyConfig is described by its own tree, which has no twin in a YAML config: it
+    is left out where the two are of different kinds.
+    """
+    ours, theirs = dict(identity), dict(reference)
+    models = [dict(one.get("model") or {}) for one in (theirs, ours)]
+    if len({"META_ARCHITECTURE" in (model.get("description") or {}) for model in models}) > 1:
+        for model in models:
+            model.pop("description", None)
+    theirs["model"], ours["model"] = models
+    return [
+        (key.replace("model.description.", "model."), before, now)
+        for key, before, now in differing(theirs, ours)
+        if not key.endswith("DETR.NUM_CLASSES")  # a run sets it by its scenario
+    ]
+
+
+def settings_that_differ(identities: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Settings in which runs differ, as key → each run's value; seeds are left out.
+
+    A part of the method that a run does not use is "off", and its own settings are None there.
+    """
+    flat = [dict(_flatten(identity)) for identity in identities]
+    keys = sorted({key for one in flat for key in one})
+    skipped = ("seed", "scenario.class_seed", "scenario.data_seed", "model.detector", "method.name")
+    found = {}
+    for key in keys:
+        values = [one.get(key) for one in flat]
+        known = [value for value in values if value is not None]
+        if key not in skipped and any(value != known[0] for value in known):
+            found[key.replace("model.description.", "model.")] = values
+    return found
+
+
+def _flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield f"{prefix}{key}", "on"
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", "off" if value is None else value
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ in nothing but their seeds, shown as one with its spread."""
+
+    label: str
+    runs: tuple[Run, ...]
+
+    def curve(self, name: str) -> list[tuple[int, float, float | None]]:
+        """AP of "all", "old" or "new" by phase: (phase, mean, half width of the 95% interval).
+
+        The curve of "old" begins with the first phase's own AP: what there is to forget.
+        """
+        values: dict[int, list[float]] = {}
+        for run in self.runs:
+            for entry in run.results["phases"] if run.results else ():
+                scores = entry["all"] if name == "old" and entry["phase"] == 1 else entry[name]
+                if scores is not None and scores["AP"] is not None:
+                    values.setdefault(entry["phase"], []).append(scores["AP"])
+        return [(phase, *mean_interval(found)) for phase, found in sorted(values.items())]
+
+    def final(self, name: str, metric: str = "AP") -> tuple[float, float | None] | None:
+        """The mean over runs of a set's metric after the last phase, and its 95% interval."""
+        ended = [run.results for run in self.runs if run.results and run.finished]
+        sets = [results["phases"][-1][name] for results in ended]
+        return _mean([None if scores is None else scores[metric] for scores in sets])
+
+    def number(self, key: str) -> tuple[float, float | None] | None:
+        """The same of a number of the whole run: "fpp" (its AP), "average_AP", "forgetting"."""
+        found = [run.results[key] for run in self.runs if run.results and run.finished]
+        return _mean([value["AP"] if isinstance(value, dict) else value for value in found])
+
+
+def group_runs(runs: Sequence[Run]) -> list[Group]:
+    """Puts together runs that differ in nothing but their seeds, and names each group."""
+    members: dict[str, list[Run]] = {}
+    for run in runs:
+        members.setdefault(_without_seeds(run), []).append(run)
+    groups: list[tuple[Run, ...]] = []
+    for found in members.values():
+        repeats = len({_seeds(run) for run in found}) == len(found)
+        groups += [tuple(found)] if repeats else [(run,) for run in found]
+    several = len({run.scenario_name for run in runs}) > 1
+    labels = [
+        f"{group[0].method}, {group[0].scenario_name}" if several else group[0].method
+        for group in groups
+    ]
+    places = _places([_place(group) for group in groups])
+    return [
+        Group(f"{label} ({place})" if labels.count(label) > 1 else label, group)
+        for label, place, group in zip(labels, places, groups, strict=True)
+    ]
+
+
+def _without_seeds(run: Run) -> str:
+    """A key that runs share which differ in seeds alone."""
+    if run.identity is None:
+        return str(run.folder)
+    rest = {key: value for key, value in run.identity.items() if key != "seed"}
+    # Where the first phase is shared, each seed has a file of its own.
+    rest["model"] = {**rest.get("model", {}), "detector": ""}
+    rest["scenario"] = {**rest.get("scenario", {}), "class_seed": 0, "data_seed": 0}
+    return json.dumps(rest, sort_keys=True)
+
+
+def _seeds(run: Run) -> tuple[Any, ...]:
+    identity = run.identity or {}
+    scenario = identity.get("scenario", {})
+    return identity.get("seed"), scenario.get("class_seed"), scenario.get("data_seed")
+
+
+def _place(group: Sequence[Run]) -> Path:
+    folder = group[0].folder.resolve()
+    return folder.parent if len(group) > 1 else folder  # as a sweep lays seeds out
+
+
+def _places(folders: Sequence[Path]) -> list[str]:
+    """The shortest ends of paths that tell them apart."""
+    for length in range(1, max(len(folder.parts) for folder in folders) + 1):
+        ends = ["/".join(folder.parts[-length:]) for folder in folders]
+        if len(set(ends)) == len(ends):
+            break
+    return ends
+
+
+def _mean(values: Sequence[float | None]) -> tuple[float, float | None] | None:
+    known = [value for value in values if value is not None]
+    return mean_interval(known) if known else None
