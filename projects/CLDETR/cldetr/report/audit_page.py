@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from cldetr.data.manifest import scenario_hash
 from cldetr.report.figures import save_plot
 from cldetr.report.markup import Markup, tag
 from cldetr.report.page import Section, show_plot, table, write_page
-from cldetr.report.plots import phase_distribution_plot
+from cldetr.report.plotting import Panel, Plot, draw_amounts, row_panels
 from cldetr.scenario import Scenario
 
 _PROTOCOLS = {
@@ -21,7 +22,7 @@ _PROTOCOLS = {
 
 def write_audit_page(scenario: Scenario, audit: Mapping[str, Any], path: Path) -> None:
     """Writes the page of `cldetr split`, and its plot as files beside it."""
-    plot = phase_distribution_plot(dict(audit))
+    plot = _distribution(audit)
     save_plot(plot, path.parent / "figures")
     head = [
         tag("h1", f"Split {scenario.name}"),
@@ -114,6 +115,17 @@ def warnings(scenario: Scenario, audit: Mapping[str, Any]) -> Iterator[str]:
         yield f"Images in no phase: {audit['unused_images']:,}."
     if audit["repeated_files"]:
         yield f"Images that share their file with another: {audit['repeated_files']:,}."
+
+
+def _distribution(audit: Mapping[str, Any]) -> Plot:
+    """Objects of each category of each phase."""
+    panels: list[Panel] = []
+    for phase in audit["phases"]:
+        ranked = sorted(phase["instances_per_class"].items(), key=lambda item: (-item[1], item[0]))
+        draw = functools.partial(draw_amounts, whole=True, top=ranked[0][1])
+        panels += row_panels(f"Phase {phase['index']}", ranked, draw)
+    text = "Labelled objects of each phase's categories in its images, crowd regions included."
+    return Plot("categories_per_phase", "Categories of each phase", text, panels)
 
 
 def _provenance(scenario: Scenario) -> Markup:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from cldetr.report.ap_plots import ap_over_phases, comparison_by_category, final_ap
 from cldetr.report.figures import save_plot
 from cldetr.report.markup import Markup, tag
 from cldetr.report.page import (
@@ -17,7 +18,6 @@ from cldetr.report.page import (
     table,
     write_page,
 )
-from cldetr.report.plots import comparison_plots
 from cldetr.report.rundir import Run
 from cldetr.report.tables import Group, group_runs, settings_that_differ
 
@@ -25,7 +25,8 @@ from cldetr.report.tables import Group, group_runs, settings_that_differ
 def write_comparison(runs: Sequence[Run], folder: Path) -> Path:
     """Writes the page and the plots as files into a folder; returns the page."""
     groups = group_runs(runs)
-    plots = comparison_plots(groups)
+    drawn = [final_ap(groups), ap_over_phases(groups), comparison_by_category(groups)]
+    plots = [plot for plot in drawn if plot is not None]
     for plot in plots:
         save_plot(plot, folder / "figures")
     names = sorted({run.scenario_name for run in runs})

@@ -17,7 +17,7 @@ from matplotlib.lines import Line2D
 
 from cldetr.files import atomic_path
 from cldetr.report.markup import Markup, escape
-from cldetr.report.plots import INK, LINE, MUTED, Panel, Plot, tidy
+from cldetr.report.plotting import INK, LINE, MUTED, Panel, Plot, tidy
 
 _UNIT = 72  # pixels to an inch: a point of text is then a pixel of the page
 _STYLE: dict[str, Any] = {

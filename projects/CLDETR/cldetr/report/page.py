@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
 
 from cldetr import __version__
-from cldetr.engine.average_precision import Scores
 from cldetr.files import atomic_path
 from cldetr.report.figures import panel_svg
 from cldetr.report.markup import Content, Markup, tag
-from cldetr.report.plots import Plot
-from cldetr.report.rundir import Picture
+from cldetr.report.plotting import Plot
 
 _STYLE = Path(__file__).with_name("style.css")
 _MOST_PICTURES = 24
@@ -130,17 +128,17 @@ def show_plot(plot: Plot, page: str, heading: bool = True) -> Markup:
     )
 
 
-def show_pictures(pictures: Sequence[Picture], problems: list[str]) -> Markup:
-    """Pictures with their captions; those that cannot be read are added to `problems`."""
+def show_pictures(pictures: Sequence[tuple[Path, str]], problems: list[str]) -> Markup:
+    """Picture files with their captions; those that cannot be read are added to `problems`."""
     shown = []
-    for picture in pictures[:_MOST_PICTURES]:
+    for path, caption in pictures[:_MOST_PICTURES]:
         try:
-            source = _embed(picture.path)
+            source = _embed(path)
         except (OSError, ValueError, SyntaxError) as error:
-            problems.append(f"{picture.path.parent.name}/{picture.path.name}: {error}")
+            problems.append(f"{path.parent.name}/{path.name}: {error}")
             continue
-        image = tag("img", src=source, alt=picture.caption, loading="lazy")
-        shown.append(tag("figure", image, tag("figcaption", picture.caption)))
+        image = tag("img", src=source, alt=caption, loading="lazy")
+        shown.append(tag("figure", image, tag("figcaption", caption)))
     more = len(pictures) - _MOST_PICTURES
     note = tag("p", f"… and {more} more in the run directory.", class_="muted") if more > 0 else ""
     return Markup(tag("div", shown, class_="pictures") + note)
@@ -170,7 +168,7 @@ def mean_with_interval(value: tuple[float, float | None] | None) -> str:
     return number(mean) if half is None else f"{number(mean)} ± {number(half)}"
 
 
-def metric_cells(scores: Scores | None, metrics: Sequence[str]) -> list[str]:
+def metric_cells(scores: Mapping[str, float | None] | None, metrics: Sequence[str]) -> list[str]:
     """The cells of a set's metrics."""
     return [number(None if scores is None else scores[metric]) for metric in metrics]
 

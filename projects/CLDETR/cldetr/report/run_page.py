@@ -9,6 +9,7 @@ from typing import Any
 from cldetr.data.manifest import scenario_hash
 from cldetr.engine.average_precision import METRICS
 from cldetr.engine.from_yaml import recipe_from_yaml
+from cldetr.report.ap_plots import ap_over_phases, category_change_plot
 from cldetr.report.audit_page import leakage, phase_table
 from cldetr.report.figures import save_plot
 from cldetr.report.markup import Markup, tag
@@ -25,9 +26,10 @@ from cldetr.report.page import (
     table_row,
     write_page,
 )
-from cldetr.report.plots import Plot, run_plots
+from cldetr.report.plotting import Plot
 from cldetr.report.rundir import Run
-from cldetr.report.tables import category_changes, differences_from
+from cldetr.report.tables import Group, category_changes, differences_from
+from cldetr.report.training_plots import distribution_plot, stages_plot, training_plot
 
 _PAPER = Path(__file__).parents[4] / "configs/70_10.yaml"
 _PARTS = {  # what the first word of a setting is about, in the order of the page
@@ -44,7 +46,14 @@ _PARTS = {  # what the first word of a setting is about, in the order of the pag
 
 def write_run_page(run: Run, folder: Path) -> Path:
     """Writes the page and the plots as files into a folder; returns the page."""
-    plots = {plot.name: plot for plot in run_plots(run)}
+    drawn = [
+        ap_over_phases([Group(run.method, (run,))]),
+        category_change_plot(run),
+        distribution_plot(run),
+        training_plot(run),
+        stages_plot(run),
+    ]
+    plots = {plot.name: plot for plot in drawn if plot is not None}
     for plot in plots.values():
         save_plot(plot, folder / "figures")
     problems = list(run.problems)

@@ -46,14 +46,6 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """An image file to show."""
-
-    path: Path
-    caption: str
-
-
-@dataclass(frozen=True)
 class Run:
     """What a run directory says."""
 
@@ -67,8 +59,8 @@ class Run:
     results: dict[str, Any] | None = None  # of the phases that are evaluated
     memory: ExemplarMemory | None = None  # the newest
     curve: list[dict[str, float]] = field(default_factory=list)  # metrics.json, by iteration
-    pictures: list[Picture] = field(default_factory=list)
-    diagnostics: list[Picture] = field(default_factory=list)
+    pictures: list[tuple[Path, str]] = field(default_factory=list)  # files with captions
+    diagnostics: list[tuple[Path, str]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -210,12 +202,12 @@ class _Reader:
             self.problems.append(f"{path.name}: {bad} of {len(lines)} lines cannot be read")
         return [points[iteration] for iteration in sorted(points)]
 
-    def _pictures(self, name: str) -> list[Picture]:
+    def _pictures(self, name: str) -> list[tuple[Path, str]]:
         captions = self._attempt(read_json, f"{name}/captions.json") or {}
         files = sorted((self.folder / name).glob("*.png"), key=_natural)
         plain = re.compile(r"[_\W]+")
         return [
-            Picture(file, str(captions.get(file.name, plain.sub(" ", file.stem).strip())))
+            (file, str(captions.get(file.name, plain.sub(" ", file.stem).strip())))
             for file in files
         ]
 

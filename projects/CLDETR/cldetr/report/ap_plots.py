@@ -1,0 +1,238 @@
+"""Plots of average precision: of one run and of several."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from matplotlib.axes import Axes
+
+from cldetr.report.plotting import (
+    GAINED,
+    INK,
+    LINE,
+    LOST,
+    MUTED,
+    Key,
+    Panel,
+    Plot,
+    draw_amounts,
+    mark_rows,
+    name_rows,
+    row_panels,
+    style_of,
+)
+from cldetr.report.rundir import Run
+from cldetr.report.tables import SETS, Change, Group, category_changes
+
+
+def ap_over_phases(groups: Sequence[Group]) -> Plot | None:
+    """AP of all, old and new categories after each phase; None where nothing is evaluated."""
+    most = max((phase for group in groups for phase, _, _ in group.curve("all")), default=0)
+    if most == 0:
+        return None
+    panels = [
+        Panel(f"AP on {name} categories", functools.partial(_draw_phases, groups, name, most))
+        for name in SETS
+        if any(group.curve(name) for group in groups)
+    ]
+    if most == 1:  # nothing is old yet and all is new
+        panels = panels[:1]
+    text = (
+        "After each phase, in percent. New: learnt in this phase. Old: learnt in earlier ones; the "
+        "curve begins with what the first phase reached."
+    )
+    if any(len(group.runs) > 1 for group in groups):
+        text += " Several seeds: mean, and 95% interval as band."
+    return Plot("ap_over_phases", "AP over phases", text, panels, _legend(groups))
+
+
+def final_ap(groups: Sequence[Group]) -> Plot | None:
+    """Bars of the AP that runs end with, and of what they forgot."""
+    measures: list[tuple[str, list[tuple[float, float | None] | None]]] = [
+        (f"Final AP, {name} categories", [group.final(name) for group in groups]) for name in SETS
+    ]
+    measures.append(("Forgetting (FPP, less is better)", [group.number("fpp") for group in groups]))
+    height = 70 + 30 * len(groups)
+    panels = [
+        Panel(title, functools.partial(_draw_bars, groups, values), height)
+        for title, values in measures
+        if any(value is not None for value in values)
+    ]
+    if not panels:
+        return None
+    text = (
+        "AP in percent after the last phase; FPP: points that the categories of the first phase "
+        "lost since."
+    )
+    if any(len(group.runs) > 1 for group in groups):
+        text += " Several seeds: mean and 95% interval."
+    return Plot("final_ap", "Where the runs end", text, panels)
+
+
+def category_change_plot(run: Run) -> Plot | None:
+    """Per category: what later phases did to its AP, and the AP of those learnt last."""
+    if run.results is None:
+        return None
+    changes = category_changes(run.results)
+    last = max(change.phase for change in changes)
+    old = [change for change in changes if change.phase < last and change.difference is not None]
+    new = [change for change in changes if change.phase == last and change.last is not None]
+    old.sort(key=lambda change: (change.difference, change.name))
+    new.sort(key=lambda change: (-(change.last or 0.0), change.name))
+    limit = max((abs(change.difference or 0.0) for change in old), default=0.0)
+    top = max((change.last or 0.0 for change in new), default=0.0)
+    panels = row_panels(
+        "Change of AP since learnt", old, lambda rows, ax: _draw_changes(rows, limit, ax)
+    )
+    panels += row_panels(
+        f"AP of categories of phase {last}", new, lambda rows, ax: _draw_learnt(rows, top, ax)
+    )
+    if not panels:
+        return None
+    text = (
+        "Forgotten and learnt: AP after the last phase less the AP after the phase that taught the "
+        "category, in points; those of the last phase with their AP."
+        if old
+        else "AP after the first phase, in percent."
+    )
+    return Plot("category_change", "What was forgotten, what was learnt", text, panels)
+
+
+def comparison_by_category(groups: Sequence[Group]) -> Plot | None:
+    """The AP that each run ends with, category by category."""
+    finals: list[dict[str, float]] = []
+    for group in groups:
+        values: dict[str, list[float]] = {}
+        for run in group.runs:
+            if run.results and run.finished:
+                for name, scores in run.results["phases"][-1]["per_category"].items():
+                    if scores["AP"] is not None:
+                        values.setdefault(name, []).append(scores["AP"])
+        finals.append({name: sum(found) / len(found) for name, found in values.items()})
+    names = sorted({name for final in finals for name in final})
+    # The categories on which the runs differ most come first.
+    spread = {
+        name: max(known) - min(known)
+        for name in names
+        if (known := [final[name] for final in finals if name in final])
+    }
+    names.sort(key=lambda name: (-spread[name], name))
+    if not names or len(groups) < 2:
+        return None
+    panels = row_panels(
+        "Final AP by category",
+        names,
+        lambda rows, ax: _draw_category_dots(groups, finals, rows, ax),
+    )
+    text = "AP in percent after the last phase; categories on which the runs differ most first."
+    return Plot("final_ap_by_category", "Category by category", text, panels, _legend(groups))
+
+
+def _draw_phases(groups: Sequence[Group], name: str, most: int, ax: Axes) -> None:
+    highest = 0.0
+    for place, group in enumerate(groups):
+        points = group.curve(name)
+        if not points:
+            continue
+        phases, means = [p for p, _, _ in points], [m for _, m, _ in points]
+        colour, marker = style_of(place)
+        ax.plot(phases, means, color=colour, marker=marker, markersize=5, linewidth=1.8)
+        half = [width or 0.0 for _, _, width in points]
+        if any(half):
+            low = [mean - width for mean, width in zip(means, half, strict=True)]
+            high = [mean + width for mean, width in zip(means, half, strict=True)]
+            ax.fill_between(phases, low, high, color=colour, alpha=0.15, linewidth=0)
+            highest = max(highest, *high)
+        highest = max(highest, *means)
+        if len(groups) == 1:
+            for phase, mean, above in zip(phases, means, _label_above(means), strict=True):
+                ax.annotate(
+                    f"{mean:.1f}",
+                    (phase, mean),
+                    xytext=(0, 7 if above else -7),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom" if above else "top",
+                )
+    ax.set_xlim(0.6, most + 0.4)
+    ax.set_ylim(0, min(max(highest * 1.22, 1.0), 105))
+    ax.set_xticks(range(1, most + 1))
+    ax.set_xlabel("phase")
+    ax.set_ylabel("AP (%)")
+
+
+def _draw_bars(
+    groups: Sequence[Group], values: Sequence[tuple[float, float | None] | None], ax: Axes
+) -> None:
+    for place, value in enumerate(values):
+        if value is None:
+            ax.annotate("n/a", (0, place), xytext=(4, 0), textcoords="offset points", va="center")
+            continue
+        mean, half = value
+        ax.barh(place, mean, height=0.66, color=style_of(place)[0], xerr=half, ecolor=INK)
+        text = f"{mean:.1f}" if half is None else f"{mean:.1f} ± {half:.1f}"
+        end = max(mean, 0.0) + (half or 0.0)
+        ax.annotate(text, (end, place), xytext=(5, 0), textcoords="offset points", va="center")
+    known = [(value[0], value[1] or 0.0) for value in values if value is not None]
+    low = min(0.0, *(mean - half for mean, half in known))
+    high = max(0.0, *(mean + half for mean, half in known))
+    spread = max(high - low, 1.0)
+    ax.set_xlim(low - 0.05 * spread if low < 0 else 0, high + 0.38 * spread)
+    name_rows(ax, [group.label for group in groups])
+
+
+def _draw_changes(rows: Sequence[Change], limit: float, ax: Axes) -> None:
+    for place, change in enumerate(rows):
+        value = change.difference or 0.0
+        ax.barh(place, value, height=0.7, color=LOST if value < 0 else GAINED)
+        ax.annotate(
+            f"{value:+.1f}".replace("-", "−"),
+            (value, place),
+            xytext=(4 if value >= 0 else -4, 0),
+            textcoords="offset points",
+            ha="left" if value >= 0 else "right",
+            va="center",
+            fontsize=9,
+        )
+    reach = max(limit, 1.0) * 1.45
+    worst, best = (pick(change.difference or 0.0 for change in rows) for pick in (min, max))
+    ax.set_xlim(-reach if worst < 0 else -0.08 * reach, reach if best > 0 else 0.08 * reach)
+    ax.axvline(0, color=MUTED, linewidth=0.8)
+    name_rows(ax, [change.name for change in rows])
+    ax.set_xlabel("points of AP")
+
+
+def _draw_learnt(rows: Sequence[Change], top: float, ax: Axes) -> None:
+    draw_amounts([(change.name, change.last or 0.0) for change in rows], ax, top=top)
+    ax.set_xlabel("AP (%)")
+
+
+def _draw_category_dots(
+    groups: Sequence[Group], finals: Sequence[dict[str, float]], rows: Sequence[str], ax: Axes
+) -> None:
+    for place, name in enumerate(rows):
+        known = [final[name] for final in finals if name in final]
+        ax.plot([min(known), max(known)], [place, place], color=LINE, linewidth=3, zorder=1)
+    for number, final in enumerate(finals):
+        colour, marker = style_of(number)
+        mark_rows(ax, [final.get(name) for name in rows], colour, marker)
+    ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
+    name_rows(ax, rows)
+    ax.set_xlabel("AP (%)")
+
+
+def _label_above(values: Sequence[float]) -> list[bool]:
+    """Whether a point's label goes above it: where the line does not rise from it."""
+    room = 0.16 * max(values)  # what a label below needs
+    found = []
+    for place, value in enumerate(values):
+        near = [values[i] for i in (place - 1, place + 1) if 0 <= i < len(values)]
+        found.append(value < room or not near or value >= sum(near) / len(near))
+    return found
+
+
+def _legend(groups: Sequence[Group]) -> list[Key]:
+    if len(groups) < 2:
+        return []
+    return [Key(group.label, *style_of(place)) for place, group in enumerate(groups)]

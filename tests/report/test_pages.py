@@ -1,0 +1,124 @@
+"""Pages say what a run says, load nothing, and take names from data as text."""
+
+import json
+import logging
+import re
+import shutil
+
+import pytest
+from PIL import Image
+
+from cldetr.cli import main
+from cldetr.report.comparison import write_comparison
+from cldetr.report.markup import Markup, escape, tag
+from cldetr.report.run_page import write_run_page
+from cldetr.report.rundir import read_run
+from cldetr.train import draw_report
+
+from .synthetic import run_of, two_phases
+
+SCRIPT = "<script>alert(1)</script>"
+
+
+def loads(text):
+    """Addresses that a browser would go to by itself."""
+    found = re.findall(r"""(?:src|href|url)\s*[=(]\s*["']?([^"')\s>]+)""", text)
+    return [address for address in found if not address.startswith(("#", "data:"))]
+
+
+def test_markup_escapes_all_but_markup():
+    assert tag("p", "<b>", Markup("<i>"), None, ["&", 1], title='"') == (
+        '<p title="&quot;">&lt;b&gt;<i>&amp;1</p>'
+    )
+    assert escape(SCRIPT) == "&lt;script&gt;alert(1)&lt;/script&gt;"
+
+
+def test_the_page_of_a_run_has_its_numbers_and_loads_nothing(tiny_run, tmp_path):
+    page = write_run_page(read_run(tiny_run), tmp_path).read_text()
+    results = json.loads((tiny_run / "results.json").read_text())
+    assert "cldetr, 3+1" in page
+    for name in results["phases"][-1]["per_category"]:
+        assert name in page
+    assert f"{results['phases'][-1]['all']['AP']:.1f}" in page
+    assert "FPP" in page
+    assert "build_small_resnet_backbone" in page  # what differs from the paper
+    assert loads(page) == []
+    assert page.count("<svg") >= 10
+    names = {"ap_over_phases", "category_change", "category_distribution"}
+    names |= {"training", "time_and_memory"}
+    assert {path.stem for path in (tmp_path / "figures").iterdir()} == names
+
+
+def test_names_from_data_are_text_everywhere_on_the_page(tmp_path):
+    run = run_of(
+        two_phases(names=(SCRIPT, '"><img src=x onerror=alert(1)>', "bird")),
+        identity={"method": {"name": SCRIPT}, "data": {"train": [SCRIPT]}},
+        problems=[SCRIPT],
+        starts=[{"time": SCRIPT, "device": SCRIPT, "processes": 1, "versions": {"torch": SCRIPT}}],
+    )
+    for page in (
+        write_run_page(run, tmp_path / SCRIPT.replace("/", "")),
+        write_comparison([run, run_of(two_phases(), "other")], tmp_path),
+    ):
+        text = page.read_text()
+        assert "<script" not in text
+        assert "<img" not in text
+        assert "&lt;script&gt;" in text
+
+
+def test_pictures_are_embedded_and_a_broken_one_is_named(tmp_path):
+    Image.new("RGB", (1500, 40)).save(tmp_path / "wide.png")
+    (tmp_path / "broken.png").write_bytes(b"no picture")
+    pictures = [(tmp_path / "wide.png", "A wide one"), (tmp_path / "broken.png", "")]
+    page = write_run_page(run_of(None, pictures=pictures), tmp_path / "out").read_text()
+    assert page.count("data:image/png;base64,") == 1
+    assert "A wide one" in page
+    assert "broken.png: cannot identify image file" in page
+
+
+def test_a_run_of_one_phase_and_a_run_without_results_have_pages(tmp_path):
+    results = two_phases()
+    one = {**results, "phases": results["phases"][:1], "fpp": None}
+    assert "AP of categories of phase 1" in write_run_page(run_of(one), tmp_path).read_text()
+    assert "No phase is evaluated yet" in write_run_page(run_of(None), tmp_path).read_text()
+
+
+def test_the_command_draws_one_run_into_it_and_several_where_asked(tiny_run, tmp_path, capsys):
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_run, folder, ignore=shutil.ignore_patterns("*.pth", "tensorboard"))
+    assert main(["report", str(folder)]) == 0
+    assert (folder / "report/index.html").exists()
+    assert main(["report", str(folder), str(tiny_run)]) == 2
+    assert "--out DIR" in capsys.readouterr().err
+    assert main(["report", str(folder), str(tiny_run), "--out", str(tmp_path / "both")]) == 0
+    page = (tmp_path / "both/index.html").read_text()
+    assert "Where the runs end" in page
+    assert (tmp_path / "both/figures/final_ap.svg").exists()
+    assert main(["report", str(tmp_path / "absent")]) == 2
+
+
+def test_a_report_that_fails_does_not_fail_the_run(tiny_run, tmp_path, caplog):
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_run, folder, ignore=shutil.ignore_patterns("*.pth", "tensorboard"))
+    (folder / "report").write_text("a file stands where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        draw_report(folder)
+    assert "the run is finished, but its report could not be drawn" in caplog.text
+    assert "cldetr report" in caplog.text
+
+
+@pytest.mark.parametrize("protocol", ["strict", "traditional"])
+def test_the_page_of_a_split_tells_of_shared_images(tiny_run, tmp_path, protocol):
+    data = tiny_run.parent / "shapes/annotations/instances_train.json"
+    options = ["--annotations", str(data), "--scenario", "2+2", "--protocol", protocol]
+    assert main(["split", *options, "--out", str(tmp_path)]) == 0
+    page = (tmp_path / "audit.html").read_text()
+    audit = json.loads((tmp_path / "audit.json").read_text())
+    assert f"{protocol} protocol" in page
+    assert ("No image is in two phases." in page) == (protocol == "strict")
+    if protocol == "traditional":
+        assert "Phases share images" in page
+        assert f"<td>{audit['overlap'][0]['images']}</td>" in page
+    for phase in audit["phases"]:
+        assert f"<td>{phase['instances']}</td>" in page
+    assert loads(page) == []

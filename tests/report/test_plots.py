@@ -1,0 +1,117 @@
+"""Plots show the numbers they are given, with 80 categories and with one, and write whole files."""
+
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from cldetr.report.ap_plots import ap_over_phases, category_change_plot, final_ap
+from cldetr.report.figures import panel_svg, save_plot
+from cldetr.report.plotting import MOST_ROWS, row_panels, tidy
+from cldetr.report.tables import Group
+from cldetr.report.training_plots import distribution_plot, stages_plot, training_plot
+
+from .synthetic import run_of, trained, two_phases
+
+
+def drawn(panel):
+    ax = Figure().add_subplot()
+    panel.draw(ax)
+    return ax
+
+
+def bars(ax):
+    return [bar.get_width() for container in ax.containers for bar in container]
+
+
+def test_curves_go_through_the_ap_of_each_phase_of_each_run():
+    groups = [
+        Group("a", (run_of(two_phases(40, 28, 52)),)),
+        Group("b", (run_of(two_phases(40, 4, 55)),)),
+    ]
+    plot = ap_over_phases(groups)
+    assert [panel.title.split()[2] for panel in plot.panels] == ["all", "old", "new"]
+    ours, theirs = drawn(plot.panels[1]).lines
+    assert ours.get_ydata().tolist() == [40, 28]
+    assert theirs.get_ydata().tolist() == [40, 4]
+    assert [key.label for key in plot.legend] == ["a", "b"]
+    assert ours.get_color() != theirs.get_color()
+
+
+def test_bars_have_the_final_ap_and_an_absent_value_is_no_bar():
+    unfinished = run_of(None)
+    plot = final_ap([Group("a", (run_of(two_phases(40, 28, 52)),)), Group("b", (unfinished,))])
+    assert bars(drawn(plot.panels[0])) == [pytest.approx(36)]  # (28 + 28 + 52) / 3
+    assert bars(drawn(plot.panels[3])) == [12]  # FPP
+    assert "n/a" in [text.get_text() for text in drawn(plot.panels[0]).texts]
+
+
+def test_what_was_forgotten_comes_first_and_new_categories_apart():
+    results = two_phases(40, 28, 52)
+    results["phases"][1]["per_category"]["dog"]["AP"] = 47.0
+    plot = category_change_plot(run_of(results))
+    change, learnt = (drawn(panel) for panel in plot.panels)
+    assert bars(change) == [-12, 7]
+    assert [label.get_text() for label in change.get_yticklabels()] == ["cat", "dog"]
+    assert bars(learnt) == [52]
+
+
+def test_loss_curves_stop_at_the_end_of_a_stage():
+    curve = [{"iteration": i, "total_loss": float(i), "lr": 1e-3} for i in range(20)]
+    stages = [trained(1, "train", steps=15), trained(2, "train", steps=5)]
+    plot = training_plot(run_of(None, curve=curve, stages=stages))
+    assert [panel.title for panel in plot.panels] == ["Loss (sum over all layers)", "Learning rate"]
+    first, second = drawn(plot.panels[0]).lines[:2]
+    assert first.get_xdata().tolist() == list(range(1, 16))
+    assert second.get_xdata().tolist() == list(range(16, 21))
+
+
+def test_runs_without_anything_to_show_have_no_empty_charts():
+    run = run_of(None)
+    for make in (category_change_plot, distribution_plot, training_plot, stages_plot):
+        assert make(run) is None
+    assert ap_over_phases([Group("a", (run,))]) is None
+    assert final_ap([Group("a", (run,))]) is None
+
+
+def test_many_categories_are_divided_among_panels_of_readable_height():
+    rows = list(range(2 * MOST_ROWS - 1))
+    seen = []
+    panels = row_panels("x", rows, lambda some, ax: seen.extend(some))
+    assert len(panels) == 2
+    for panel in panels:
+        panel.draw(None)
+    assert seen == rows
+    assert row_panels("x", [], lambda some, ax: None) == []
+
+
+HOSTILE = ("<script>alert(1)</script>", "a & b $x_1$ \x00\x1b", "\u4eba" * 60)
+
+
+def test_names_are_drawn_as_they_are_and_svg_stays_xml(tmp_path):
+    run = run_of(two_phases(names=HOSTILE))
+    plot = category_change_plot(run)
+    png, svg = save_plot(plot, tmp_path)
+    texts = [element.text for element in ET.parse(svg).iter() if element.tag.endswith("text")]
+    assert "<script>aler…1)</script>" in texts
+    assert "a & b $x_1$" in texts
+    assert Image.open(png).size[0] > 1000
+    inline = panel_svg(plot.panels[0], "salt")
+    assert "<script" not in inline
+    ET.fromstring(inline.replace("xlink:href", "href"))
+
+
+def test_panels_of_a_page_share_no_ids():
+    plot = ap_over_phases([Group("a", (run_of(two_phases()),))])
+    found = [
+        set(re.findall(r'id="([^"]+)"', panel_svg(plot.panels[0], salt))) for salt in ("a", "b")
+    ]
+    assert found[0]
+    assert not found[0] & found[1]
+
+
+def test_long_labels_are_shortened_in_the_middle():
+    assert tidy("x" * 30 + "y" * 30, 11) == "xxxxx…yyyyy"
+    assert tidy("short") == "short"

@@ -1,0 +1,119 @@
+"""The numbers behind tables and plots, against cases worked by hand."""
+
+import pytest
+
+from cldetr.report.tables import (
+    Group,
+    category_changes,
+    curve_of,
+    differences_from,
+    group_runs,
+    pseudo_per_pass,
+    settings_that_differ,
+    training_spans,
+)
+
+from .synthetic import run_of, trained, two_phases
+
+
+def identity(**changes):
+    return {
+        "seed": 0,
+        "scenario": {"name": "2+1", "class_seed": 0, "data_seed": 0},
+        "method": {"name": "cldetr", "memory": {"budget": 0.1}, "distill": None},
+        "model": {"description": {"META_ARCHITECTURE": "X", "DEPTH": 50}, "detector": ""},
+        **changes,
+    }
+
+
+def test_changes_run_from_the_phase_that_taught_a_category_to_the_end():
+    changes = {change.name: change for change in category_changes(two_phases(40, 28, 50))}
+    assert (changes["cat"].phase, changes["cat"].first, changes["cat"].last) == (1, 40, 28)
+    assert changes["cat"].difference == -12
+    assert (changes["bird"].phase, changes["bird"].difference) == (2, 0)
+
+
+def test_a_category_without_objects_has_no_change():
+    results = two_phases()
+    results["phases"][1]["per_category"]["cat"]["AP"] = None
+    assert category_changes(results)[0].difference is None
+
+
+def test_pseudo_labels_are_scaled_to_one_pass_over_the_images():
+    stages = [
+        trained(1, "train", images=100, steps=10),
+        # 30 labels on 60 images seen, of a stage of 20 images: 10 in one pass
+        trained(2, "train", images=20, pseudo={"images": 60, "per_category": {"cat": 30}}),
+        trained(2, "calibrate", images=20, pseudo={"images": 60, "per_category": {"cat": 999}}),
+        trained(3, "train", images=10, pseudo={"images": 10, "per_category": {"cat": 4, "dog": 1}}),
+    ]
+    assert pseudo_per_pass(stages) == {"cat": 14.0, "dog": 1.0}
+    assert pseudo_per_pass(stages[:1]) is None
+
+
+def test_spans_follow_the_steps_of_stages_and_end_where_the_curve_does():
+    stages = [trained(1, "train", steps=5), trained(1, "evaluate"), trained(2, "train", steps=3)]
+    curve = [{"iteration": 4, "loss": 1.0}, {"iteration": 9, "loss": float("nan")}]
+    run = run_of(None, stages=stages, curve=curve, under_way=(2, "calibrate"))
+    spans = [(span.phase, span.stage, span.first, span.last) for span in training_spans(run)]
+    assert spans == [(1, "train", 0, 5), (2, "train", 5, 8), (2, "calibrate", 8, 10)]
+    assert curve_of(run, "loss") == ([5], [1.0])  # what is not finite is left out
+
+
+def test_runs_that_differ_in_seeds_alone_are_one_group_with_its_interval():
+    runs = [
+        run_of(two_phases(kept=kept), f"sweep/cldetr/seed{seed}", identity=identity(seed=seed))
+        for seed, kept in enumerate((28.0, 30.0, 32.0))
+    ]
+    other = run_of(
+        two_phases(), "sweep/k5", identity=identity(method={"name": "cldetr", "memory": None})
+    )
+    groups = group_runs([*runs, other])
+    assert [len(group.runs) for group in groups] == [3, 1]
+    assert [group.label for group in groups] == ["cldetr (cldetr)", "cldetr (k5)"]
+    mean, half = groups[0].final("old")
+    assert mean == 30
+    assert half == pytest.approx(4.303 * 2 / 3**0.5, rel=1e-3)  # Student's t with 2 degrees
+    assert groups[0].number("fpp") == (10, pytest.approx(half))
+
+
+def test_the_same_run_twice_is_no_repetition_over_seeds():
+    runs = [run_of(two_phases(), f"{name}/run", identity=identity()) for name in "ab"]
+    assert [group.label for group in group_runs(runs)] == ["cldetr (a/run)", "cldetr (b/run)"]
+
+
+def test_unfinished_runs_show_their_phases_but_no_end(tiny_run):
+    results = two_phases()
+    results["phases"] = results["phases"][:1]
+    from cldetr.report.rundir import read_run
+
+    group = Group("x", (run_of(results, scenario=read_run(tiny_run).scenario),))
+    assert group.curve("all") == [(1, 40.0, None)]
+    assert group.final("all") is None
+    assert group.number("fpp") is None
+
+
+def test_the_curve_of_old_categories_begins_with_what_there_is_to_forget():
+    group = Group("x", (run_of(two_phases(40, 28, 50)),))
+    assert group.curve("old") == [(1, 40.0, None), (2, 28.0, None)]
+    assert group.curve("new") == [(1, 40.0, None), (2, 50.0, None)]
+
+
+def test_differences_from_the_paper_name_the_setting_and_both_values():
+    ours = identity(seed=3, model={"description": {"META_ARCHITECTURE": "X", "DEPTH": 18}})
+    ours["model"]["detector"] = ""
+    assert differences_from(identity(), ours) == [("model.DEPTH", 50, 18), ("seed", 0, 3)]
+
+
+def test_the_tree_of_a_lazy_model_is_not_held_against_yaml_keys():
+    ours = identity(model={"description": {"_target_": "cldetr.X"}, "detector": "first.pth"})
+    assert differences_from(identity(), ours) == [("model.detector", "", "first.pth")]
+
+
+def test_settings_of_a_part_that_a_run_does_not_use_are_no_difference():
+    plain = identity(method={"name": "finetune", "memory": None, "distill": None})
+    found = settings_that_differ([identity(), plain, identity(seed=7)])
+    assert found == {"method.memory": ["on", "off", "on"]}
+    more = identity(method={"name": "x", "memory": {"budget": 0.2}, "distill": None})
+    found = settings_that_differ([identity(), plain, more])
+    assert found["method.memory.budget"] == [0.1, None, 0.2]
