@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from cldetr.engine.recipe import differing
-from cldetr.engine.sweep import mean_interval
 from cldetr.report.rundir import Run, Stage
+from cldetr.report.sweep_table import mean_interval
 
 SETS = ("all", "old", "new")
 
