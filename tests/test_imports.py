@@ -21,13 +21,13 @@ MAY_IMPORT = {
     "modeling": ("layers",),
     "methods": ("modeling",),
     "config": ("data", "methods"),
-    "engine": ("config", "data", "methods"),
     "drawing": (),
+    "engine": ("config", "data", "methods", "drawing"),
     "predict": ("engine",),
-    "report": ("engine",),
+    "report": ("engine", "predict"),
     "doctor": ("engine",),
     "train": ("report",),
-    "commands": ("report", "doctor", "predict", "drawing"),
+    "commands": ("report", "doctor"),
     "cli": ("commands",),
 }
 

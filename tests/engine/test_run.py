@@ -1,5 +1,6 @@
 """Whole runs: every stage happens, stopping anywhere changes nothing, bad starts are refused."""
 
+import io
 import json
 import signal
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from detectron2.engine import DefaultPredictor
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from cldetr.config import load_config
 from cldetr.engine.checkpoint import load_state
@@ -85,6 +88,20 @@ def test_a_finished_run_resumes_to_the_same_without_training(finished, tiny_reci
     before = artefacts(finished)[1]
     IncrementalRun(tiny_recipe(finished), resume=True).run()
     assert artefacts(finished)[1] == before
+
+
+def test_tensorboard_shows_pictures_which_change_nothing(finished, tiny_recipe, tmp_path):
+    events = EventAccumulator(str(finished / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    tags = events.Tags()["images"]
+    assert tags == [f"{x}/image1" for x in ("phase1_train", "phase2_train", "phase2_calibrate")]
+    first = events.Images("phase2_train/image1")
+    assert [event.step for event in first][-1] == max(event.step for event in first)
+    assert len(first) > 1
+    with Image.open(io.BytesIO(first[0].encoded_image_string)) as picture:
+        assert picture.width == 2 * 320 + 12 + 16  # merged labels beside matched predictions
+    IncrementalRun(tiny_recipe(tmp_path, "LOG_IMAGES", "0")).run()
+    assert_same(tmp_path, finished)
 
 
 class CrashError(Exception):

@@ -10,10 +10,12 @@ from PIL import Image
 
 from cldetr.cli import main
 from cldetr.report.comparison import write_comparison
+from cldetr.report.diagnostics import diagnose_run
 from cldetr.report.markup import Markup, escape, tag
+from cldetr.report.pictures import draw_run_pictures
 from cldetr.report.run_page import write_run_page
 from cldetr.report.rundir import read_run
-from cldetr.train import draw_report
+from cldetr.train import show_run
 
 from .synthetic import run_of, two_phases
 
@@ -97,14 +99,25 @@ def test_the_command_draws_one_run_into_it_and_several_where_asked(tiny_run, tmp
     assert main(["report", str(tmp_path / "absent")]) == 2
 
 
-def test_a_report_that_fails_does_not_fail_the_run(tiny_run, tmp_path, caplog):
+def test_what_cannot_be_drawn_does_not_fail_the_run(tiny_run, tmp_path, caplog):
     folder = tmp_path / "run"
     shutil.copytree(tiny_run, folder, ignore=shutil.ignore_patterns("*.pth", "tensorboard"))
     (folder / "report").write_text("a file stands where the folder should be")
     with caplog.at_level(logging.WARNING):
-        draw_report(folder)
-    assert "the run is finished, but its report could not be drawn" in caplog.text
-    assert "cldetr report" in caplog.text
+        show_run(folder)
+    for command in ("pictures", "diagnose", "report"):
+        assert f"the run is finished, but `cldetr {command} {folder}` did not work" in caplog.text
+
+
+def test_pictures_and_diagnostics_of_a_run_reach_its_page(tiny_run, tmp_path):
+    folder = shutil.copytree(tiny_run, tmp_path / "run")
+    draw_run_pictures(folder, sample=1)
+    diagnose_run(folder, limit=4)
+    run = read_run(folder)
+    for shown, kind in ((run.pictures, "pictures"), (run.diagnostics, "diagnostics")):
+        captions = json.loads((folder / kind / "captions.json").read_text())
+        assert {picture.path.name: picture.caption for picture in shown} == captions
+        assert captions
 
 
 @pytest.mark.parametrize("protocol", ["strict", "traditional"])

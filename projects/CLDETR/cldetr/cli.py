@@ -24,6 +24,8 @@ COMMANDS = {
     "sweep": "run configs over several seeds and tabulate means with their confidence",
     "predict": "find objects in images with a trained detector",
     "report": "draw the page of a run, or one that compares several",
+    "pictures": "draw pseudo-labels, their matching, and predictions of a run",
+    "diagnose": "tell how good pseudo-labels are by K, λ and score, and which to take",
     "convert": "turn official Deformable DETR, DETR, UP-DETR and CL-DETR checkpoints into ours",
 }
 

@@ -69,9 +69,7 @@ def add_cldetr_config(cfg: CN) -> None:
     cfg.METHOD.CALIBRATE.ENABLED = True
     # Beyond the paper: complete the exemplars' labels by the model's own predictions.
     cfg.METHOD.CALIBRATE.COMPLETE = _pseudo_keys(enabled=False)
-    # Hard labels: a soft one is the model's own score, from which there is nothing to learn.
-    cfg.METHOD.CALIBRATE.COMPLETE.FOREGROUND = 0.2
-    cfg.METHOD.CALIBRATE.COMPLETE.SOFT = False
+    cfg.METHOD.CALIBRATE.COMPLETE.FOREGROUND = 0.4
 
     cfg.SCHEDULE = CN()  # in epochs of the stage's own images
     cfg.SCHEDULE.FIRST = _stage_keys(epochs=50.0, drops=[40.0])
@@ -109,6 +107,7 @@ def add_cldetr_config(cfg: CN) -> None:
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # the paper keeps images without labels
     cfg.SEED = 0
     cfg.LOG_PERIOD = 20
+    cfg.LOG_IMAGES = 3  # images of each stage shown in TensorBoard at every checkpoint; 0: none
 
 
 def _pseudo_keys(enabled: bool) -> CN:

@@ -25,6 +25,8 @@ Corners = tuple[float, float, float, float]
 GREEN: Color = (20, 196, 20)  # ground truth
 BLUE: Color = (20, 20, 242)  # pseudo-labels
 YELLOW: Color = (247, 217, 110)  # predictions
+GREY: Color = (150, 150, 150)  # what was left aside
+RED: Color = (226, 60, 40)  # what is wrong
 
 SHORT_SIDE = 480  # images smaller than this are enlarged to it
 _LONG_SIDE = 1600  # but not beyond this
@@ -58,14 +60,21 @@ class Canvas:
         return x0, y0, max(x1, x0), max(y1, y0)
 
 
-def make_canvas(pixels: np.ndarray, short_side: int = SHORT_SIDE) -> Canvas:
-    """Copies an RGB image (H, W, 3) to draw on, enlarged to `short_side` where it is smaller."""
+def make_canvas(pixels: np.ndarray, short_side: int = SHORT_SIDE, fit: bool = False) -> Canvas:
+    """Copies an RGB image (H, W, 3) to draw on, enlarged where it is smaller than `short_side`.
+
+    With `fit` a larger one is reduced to it too, and its long side to at most 5/3 of that.
+    """
     image = Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8))
     short, long = sorted(image.size)
-    scale = max(1.0, min(short_side / short, _LONG_SIDE / long))
-    if scale > 1.0:
-        size = (round(image.width * scale), round(image.height * scale))
-        image = image.resize(size, Image.Resampling.BICUBIC)
+    if fit:
+        scale = min(short_side / short, short_side * 5 / 3 / long)
+    else:
+        scale = max(1.0, min(short_side / short, _LONG_SIDE / long))
+    if scale != 1.0:
+        size = (max(round(image.width * scale), 1), max(round(image.height * scale), 1))
+        filter = Image.Resampling.BICUBIC if scale > 1.0 else Image.Resampling.LANCZOS
+        image = image.resize(size, filter)
     return Canvas(image, scale)
 
 
@@ -78,8 +87,8 @@ def draw_boxes(canvas: Canvas, boxes: Sequence[Box]) -> None:
     short = min(canvas.image.size)
     crowded = len(boxes) > 20
     line = max(round(short / (320 if crowded else 200)), 1)
-    for box, corners in zip(reversed(boxes), reversed(placed), strict=True):
-        _outline(pen, corners, box.color, line)
+    for number in reversed(range(len(boxes))):
+        _outline(pen, _inset(placed, number, line), boxes[number].color, line)
     font = _font(max(min(round(short / 34), 26), 13) - (2 if crowded else 0))
     labels = _Labels(pen, canvas.image.size, placed, font)
     left_out = 0
@@ -169,16 +178,28 @@ class _Labels:
 def draw_links(
     image: Image.Image, links: Sequence[tuple[Corners, Corners, Color]], width: int = 2
 ) -> Image.Image:
-    """Draws a line between the centres of two boxes, both in pixels of `image`, half covering."""
-    layer = Image.new("RGBA", image.size)
+    """Joins the centres of pairs of boxes, in pixels of `image`, by lines with numbered ends."""
+    fine = 2  # drawn larger and reduced: smooth lines
+    layer = Image.new("RGBA", (image.width * fine, image.height * fine))
     pen = ImageDraw.Draw(layer)
-    radius = width + 1
-    for first, second, color in links:
-        ends = [((x0 + x1) / 2, (y0 + y1) / 2) for x0, y0, x1, y1 in (first, second)]
-        pen.line(ends, fill=(*_PAPER, 150), width=width + 2)
-        pen.line(ends, fill=(*color, 230), width=width)
+    radius = 9 * fine
+    font = _font(12 * fine)
+    taken: list[tuple[float, float]] = []
+    pairs = []
+    for *boxes, color in links:
+        centres = [((x0 + x1) / 2 * fine, (y0 + y1) / 2 * fine) for x0, y0, x1, y1 in boxes]
+        ends = [_clear(centre, taken, 2 * radius) for centre in centres]
+        taken += ends
+        pairs.append((ends, color))
+    for ends, color in pairs:
+        pen.line(ends, fill=(*_PAPER, 170), width=(width + 2) * fine)
+        pen.line(ends, fill=(*color, 255), width=width * fine)
+    for number, (ends, color) in enumerate(pairs, start=1):
         for x, y in ends:
-            pen.ellipse((x - radius, y - radius, x + radius, y + radius), fill=(*color, 255))
+            circle = (x - radius, y - radius, x + radius, y + radius)
+            pen.ellipse(circle, fill=(*color, 255), outline=(*_PAPER, 255), width=fine)
+            pen.text((x, y), str(number), fill=ink_on(color), font=font, anchor="mm")
+    layer = layer.resize(image.size, Image.Resampling.BOX)
     return Image.alpha_composite(image.convert("RGBA"), layer).convert("RGB")
 
 
@@ -230,6 +251,29 @@ def ink_on(color: Color) -> Color:
     """Black or white, whichever reads better on a colour."""
     red, green, blue = color
     return _INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else _PAPER
+
+
+def _clear(
+    point: tuple[float, float], taken: Sequence[tuple[float, float]], distance: float
+) -> tuple[float, float]:
+    """The nearest point below that keeps its distance from others."""
+    x, y = point
+    for other_x, other_y in sorted(taken, key=lambda place: place[1]):
+        if abs(x - other_x) < distance and abs(y - other_y) < distance:
+            y = other_y + distance
+    return x, y
+
+
+def _inset(boxes: Sequence[Corners], number: int, line: int) -> Corners:
+    """A box, drawn inside of those before it whose outlines it would cover."""
+    x0, y0, x1, y1 = boxes[number]
+    near = 2 * line
+    same = sum(
+        all(abs(a - b) <= near for a, b in zip(boxes[number], other, strict=True))
+        for other in boxes[:number]
+    )
+    shift = min(same * (line + 3), (x1 - x0) / 3, (y1 - y0) / 3)
+    return x0 + shift, y0 + shift, x1 - shift, y1 - shift
 
 
 def _outline(pen: ImageDraw.ImageDraw, corners: Corners, color: Color, width: int) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor
 from cldetr.data.mapper import Augmentation, read_image
 from cldetr.engine.checkpoint import load_into, load_state
 from cldetr.engine.from_lazy import recipe_from_lazy
-from cldetr.engine.from_run import model_of_weights
+from cldetr.engine.from_run import find_device, model_of_weights
 from cldetr.engine.from_yaml import recipe_from_yaml
 from cldetr.errors import InputError
 from cldetr.grouping import Category
@@ -106,9 +106,7 @@ class Predictor:
         categories = [Category(entry["id"], entry["name"]) for entry in meta["categories"]]
         detector = model.build(len(categories))
         load_into(detector, state["model"], str(path))
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        return cls(detector.to(device), categories, augmentation, meta.get("seen"))
+        return cls(detector.to(find_device(device)), categories, augmentation, meta.get("seen"))
 
     def __call__(self, image: Picture, score: float = 0.5) -> list[Detection]:
         """Finds objects, the most confident first.

@@ -57,6 +57,16 @@ class Augmentation:
             _resize(steps, size, int(rng.choice(self.short_sides)), self.max_side)
         return T.TransformList(steps)
 
+    def still(self) -> Augmentation:
+        """The same without chance: training images, with their targets, at test size."""
+        return Augmentation(
+            flip=0.0,
+            short_sides=(self.test_short_side,) if self.test_short_side else (),
+            max_side=self.test_max_side,
+            crop=0.0,
+            format=self.format,
+        )
+
     def test_transform(self, height: int, width: int) -> T.TransformList:
         """The transform of a test image."""
         steps: list[T.Transform] = []

@@ -25,15 +25,7 @@ def object_features(
         classes: labels of the phase; a feature's class is its place in this list.
         augmentation: tells the test size.
     """
-    # Training form without chance: test size, with targets.
-    still = Augmentation(
-        flip=0.0,
-        short_sides=(augmentation.test_short_side,) if augmentation.test_short_side else (),
-        max_side=augmentation.test_max_side,
-        crop=0.0,
-        format=augmentation.format,
-    )
-    mapper, rng = Mapper(still, training=True), np.random.default_rng(0)
+    mapper, rng = Mapper(augmentation.still(), training=True), np.random.default_rng(0)
     place_of = {label: place for place, label in enumerate(classes)}
     features, labels, images = [], [], []
     was_training = detector.training

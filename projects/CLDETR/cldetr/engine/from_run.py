@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from cldetr.data.mapper import Augmentation
+from cldetr.engine.checkpoint import latest_checkpoint, load_state
 from cldetr.engine.from_lazy import model_from_tree
 from cldetr.engine.from_yaml import model_from_description
 from cldetr.engine.ledger import read_json
-from cldetr.engine.recipe import ModelSettings, Recipe
+from cldetr.engine.recipe import ModelSettings, Recipe, Runtime
 from cldetr.engine.settings import build_settings
 from cldetr.errors import InputError
 
@@ -24,10 +27,14 @@ _OFFICIAL = {
 }
 
 
-def recipe_of_run(root: str | os.PathLike[str]) -> Recipe:
+def recipe_of_run(root: str | os.PathLike[str], device: str = "auto") -> Recipe:
     """Reads the recipe of a run directory, finished or not.
 
     Paths of data in it are as the run was given them: relative ones hold where it was started.
+
+    Args:
+        root: the run.
+        device: what to compute on; "auto" is a GPU where there is one.
     """
     path = Path(root) / "recipe.json"
     if not path.is_file():
@@ -39,7 +46,15 @@ def recipe_of_run(root: str | os.PathLike[str]) -> Recipe:
         for name in ("data", "scenario", "method", "schedule", "optimizer", "augmentation")
     }
     model = restore_model(identity["model"]["description"], sections["augmentation"].format)
-    return Recipe(model=model, seed=identity["seed"], **sections)
+    runtime = Runtime(output_dir=os.fspath(root), device=find_device(device))
+    return Recipe(model=model, seed=identity["seed"], runtime=runtime, **sections)
+
+
+def find_device(device: str) -> str:
+    """The device that "auto" means here; any other as it is."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def model_of_weights(
@@ -84,3 +99,21 @@ def restore_model(description: Mapping[str, Any], input_format: str) -> ModelSet
     if "_target_" in description:
         return model_from_tree(description)
     return model_from_description(description, input_format)
+
+
+def final_weights(root: str | os.PathLike[str], phase: int) -> Path | None:
+    """The weights that a phase of a run ended with, None where it has not."""
+    for stage in ("calibrate", "train"):
+        folder = Path(root) / f"phase{phase}" / stage
+        if (folder / "stage.json").is_file():
+            return folder / "model.pth"
+    return None
+
+
+def training_weights(root: str | os.PathLike[str], phase: int) -> dict[str, Any] | None:
+    """The state of a phase's training step: its end, or its newest checkpoint; None before any."""
+    folder = Path(root) / f"phase{phase}" / "train"
+    if (folder / "stage.json").is_file():
+        return load_state(folder / "model.pth")
+    found = latest_checkpoint(folder / "checkpoints")
+    return None if found is None else found.state

@@ -85,6 +85,7 @@ def recipe_from_cfg(cfg: CfgNode) -> Recipe:
                 "device": cfg.MODEL.DEVICE,
                 "workers": cfg.DATALOADER.NUM_WORKERS,
                 "log_period": cfg.LOG_PERIOD,
+                "log_images": cfg.LOG_IMAGES,
                 "checkpoint_period": cfg.SOLVER.CHECKPOINT_PERIOD,
                 "eval_period": cfg.TEST.EVAL_PERIOD,
                 "restrict_eval": cfg.TEST.RESTRICT_IMAGES,

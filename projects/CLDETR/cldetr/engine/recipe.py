@@ -131,6 +131,7 @@ class Runtime:
     device: str = "cuda"  # without a GPU: the CPU
     workers: int = 2
     log_period: int = 20
+    log_images: int = 3  # shown in TensorBoard at every checkpoint
     checkpoint_period: int = 0  # steps; 0 means every epoch
     eval_period: int = 0  # steps; 0 means only at the end of a phase
     restrict_eval: bool = False  # the released code's restricted image set

@@ -24,6 +24,7 @@ from cldetr.engine.checkpoint import latest_checkpoint, load_into, load_state, s
 from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.evaluation import to_scalars
 from cldetr.engine.labelling import label_once
+from cldetr.engine.learners import training_learner
 from cldetr.engine.ledger import Ledger, read_json
 from cldetr.engine.recipe import Recipe, StageSchedule
 from cldetr.engine.results import (
@@ -35,6 +36,7 @@ from cldetr.engine.results import (
 )
 from cldetr.engine.rundata import RunData
 from cldetr.engine.scoring import score_detector
+from cldetr.engine.snapshots import SnapshotHook
 from cldetr.engine.start import initialise, load_trained_detector
 from cldetr.engine.trainer import (
     CheckpointHook,
@@ -98,18 +100,10 @@ class IncrementalRun:
             return
         if phase == 1 and self.ledger.finished(phase, "train") is None:
             initialise(self.detector, self.recipe.model.weights)
-        seen, old = self.data.scenario.seen(phase), self.data.scenario.old(phase)
-        learner = Learner(self.detector, seen=seen, mask_unseen=method.unseen == "mask")
-        if phase > 1 and method.needs_teacher:
-            learner = Learner(
-                self.detector,
-                seen=seen,
-                teacher=freeze(self.detector, old),  # Φ^old, before this phase
-                teacher_classes=old,
-                rule=method.pseudo,
-                distill=method.distill,
-                mask_unseen=method.unseen == "mask",
-            )
+        # Φ^old is the detector as it is before this phase.
+        learner = training_learner(
+            self.detector, method, self.data.scenario, phase, old_model=self.detector
+        )
         memory = None
         if phase > 1 and method.memory is not None and method.memory.replay:
             memory = self._memory(phase - 1)
@@ -225,7 +219,7 @@ class IncrementalRun:
             if scaler:
                 trainer.scaler.load_state_dict(scaler)
             meta = self.data.describe(phase, stage)
-            trainer.register_hooks(self._hooks(phase, stage, trainer, folder, stop, meta))
+            trainer.register_hooks(self._hooks(phase, stage, trainer, folder, stop, meta, samples))
             logger.info(
                 "phase %d/%d %s: %d images, %d steps of %d, %s",
                 phase,
@@ -303,12 +297,26 @@ class IncrementalRun:
         folder: Path,
         stop: StopRequest,
         meta: Mapping[str, Any],
+        samples: View | PredictedView,
     ) -> list[Any]:
         runtime = self.recipe.runtime
+        period = runtime.checkpoint_period or trainer.steps_per_epoch
         chain: list[Any] = [hooks.IterationTimer(warmup_iter=3)]
         if runtime.eval_period:
             chain.append(hooks.EvalHook(runtime.eval_period, lambda: self._progress(phase)))
         if comm.is_main_process():
+            if runtime.log_images:
+                chain.append(
+                    SnapshotHook(
+                        trainer.learner,
+                        samples,
+                        self.recipe.augmentation,
+                        [category.name for category in self.data.scenario.categories],
+                        title=f"phase{phase}_{stage}",
+                        count=runtime.log_images,
+                        period=period,
+                    )
+                )
             title = f"phase {phase}/{len(self.data.scenario.phases)} {stage}"
             total = self._offset + trainer.steps + self._steps_after(phase, stage)
             writers = [
@@ -317,7 +325,6 @@ class IncrementalRun:
                 TensorboardXWriter(str(self.ledger.root / "tensorboard")),
             ]
             chain.append(hooks.PeriodicWriter(writers, period=runtime.log_period))
-        period = runtime.checkpoint_period or trainer.steps_per_epoch
         chain.append(CheckpointHook(folder / "checkpoints", period, stop, dict(meta)))
         return chain
 

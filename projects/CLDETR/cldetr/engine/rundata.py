@@ -46,8 +46,10 @@ class RunData:
         self.test = self._load(recipe.data.test, trim=False)
         self.scenario = self._scenario()
         categories = self.scenario.categories
-        parts = [evaluation_part(data, source, categories) for source, data in self.test.items()]
-        self._test_view = View(categories, parts, self.test, name="test")
+        self._test_parts = [
+            evaluation_part(data, source, categories) for source, data in self.test.items()
+        ]
+        self._test_view = View(categories, self._test_parts, self.test, name="test")
 
     def register(self, root: Path) -> None:
         """Registers the views with Detectron2, as `cldetr/<run directory>/phase1` and so on."""
@@ -128,6 +130,14 @@ class RunData:
             f", KL {chosen.kl[-1]:.2g}" if chosen.kl and chosen.kl[-1] is not None else "",
         )
         return before.add(chosen)
+
+    def test_entries(self, classes: Sequence[int]) -> View:
+        """The test images with the objects of some classes."""
+        parts = [
+            dataclasses.replace(part, classes=tuple(x for x in part.classes if x in classes))
+            for part in self._test_parts
+        ]
+        return View(self.scenario.categories, parts, self.test, name="test")
 
     def test_loader(self) -> DataLoader:
         """The test images in order, each process its share."""

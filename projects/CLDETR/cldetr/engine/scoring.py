@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from detectron2.evaluation import inference_on_dataset
+from detectron2.utils import comm
+from tqdm import tqdm
 
 from cldetr.engine.checkpoint import load_into, load_state
 from cldetr.engine.evaluation import IncrementalEvaluator
@@ -31,7 +33,9 @@ def score_detector(
     before = detector.visible_classes
     detector.visible_classes = seen
     try:
-        return inference_on_dataset(detector, data.test_loader(), evaluator)
+        quiet = None if comm.is_main_process() else True  # None: only on a terminal
+        bar = {"desc": f"evaluating phase {phase}", "leave": False, "disable": quiet}
+        return inference_on_dataset(detector, tqdm(data.test_loader(), **bar), evaluator)
     finally:
         detector.visible_classes = before
 

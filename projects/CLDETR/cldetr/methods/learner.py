@@ -93,6 +93,11 @@ class Learner(nn.Module):
         self._teacher = ()
 
     @property
+    def seen(self) -> Tensor:
+        """(K,) bool, the classes up to this phase."""
+        return self._seen
+
+    @property
     def teacher(self) -> Detector | None:
         """The frozen model, if this stage has one."""
         return self._teacher[0] if self._teacher else None
@@ -153,6 +158,22 @@ class Learner(nn.Module):
         return found
 
     @torch.no_grad()
+    def pseudo_labels(
+        self, advice: DetrOutput | None, batched_inputs: list[dict[str, Any]]
+    ) -> list[Target]:
+        """What the rule makes of the teacher's predictions, before they meet the ground truth.
+
+        Args:
+            advice: the teacher's predictions; None where the inputs bring them.
+            batched_inputs: the batch.
+        """
+        assert self.rule is not None
+        usable = self._usable(batched_inputs)
+        if advice is None:
+            return self._recall(batched_inputs, usable)
+        return make_pseudo_labels(*self._read(advice), usable, self.rule, self.progress)
+
+    @torch.no_grad()
     def _merge(
         self,
         advice: DetrOutput | None,
@@ -161,11 +182,7 @@ class Learner(nn.Module):
     ) -> list[Target]:
         """Labels a batch by the teacher's predictions and merges (Alg. 1, lines 6-7)."""
         assert self.rule is not None
-        usable = self._usable(batched_inputs)
-        if advice is None:
-            pseudo = self._recall(batched_inputs, usable)
-        else:
-            pseudo = make_pseudo_labels(*self._read(advice), usable, self.rule, self.progress)
+        pseudo = self.pseudo_labels(advice, batched_inputs)
         most = self.detector.num_queries
         merged, counts = merge_batch(truths, pseudo, self.rule, most=most)
         for target, truth in zip(merged, truths, strict=True):  # ground truth comes first

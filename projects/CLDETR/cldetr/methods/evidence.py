@@ -1,0 +1,207 @@
+"""How good pseudo-labels are: precision and recall for every K, λ and score from one inference.
+
+The teacher's candidates of all images are kept as arrays, most confident first in each image. A
+setting keeps the first K foreground candidates, of a score above s, that overlap no ground truth of
+the new classes by more than λ; what it keeps is right where it finds a hidden object of its class
+at IoU ≥ 0.5 that no more confident one has found.
+
+Shape shorthand: N candidates of all images, M hidden objects of one image, S scores, J values of K,
+V values of λ, C classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_iou
+from cldetr.methods.pseudo import Predictions, PseudoRule, select_all
+from cldetr.modeling.structures import Target
+
+RIGHT_IOU = 0.5
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The settings to compare; each is one of K × λ × score."""
+
+    k: tuple[int, ...] = (1, 2, 3, 5, 10, 15, 20, 30, 50)
+    iou: tuple[float, ...] = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+    score: tuple[float, ...] = (
+        *(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45),
+        *(0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9),
+    )
+
+    def including(self, rule: PseudoRule, num_queries: int, softmax: bool) -> Grid:
+        """The same with a rule's own values, and with K = all queries.
+
+        A softmax head tells foreground by itself: it has a score of 0 besides.
+        """
+        least = 0.0 if softmax else rule.foreground
+        few = (k for k in (*self.k, rule.k) if k < num_queries)
+        return Grid(
+            k=tuple(sorted({*few, num_queries})),
+            iou=tuple(sorted({*self.iou, rule.iou})),
+            score=tuple(sorted({*self.score, least})),
+        )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What each setting gives, by class: (J, V, S, C) each, and (C,) hidden objects."""
+
+    grid: Grid
+    images: int
+    given: np.ndarray
+    right: np.ndarray
+    hidden: np.ndarray
+
+    def precision(self) -> np.ndarray:
+        """Of all classes together, (J, V, S); NaN where nothing is given."""
+        given = self.given.sum(-1)
+        return np.where(given > 0, self.right.sum(-1) / np.maximum(given, 1), np.nan)
+
+    def recall(self) -> np.ndarray:
+        """Of all classes together, (J, V, S)."""
+        return self.right.sum(-1) / max(int(self.hidden.sum()), 1)
+
+    def f1(self) -> np.ndarray:
+        """The harmonic mean of both, (J, V, S)."""
+        return 2 * self.right.sum(-1) / np.maximum(self.given.sum(-1) + self.hidden.sum(), 1)
+
+    def best(self, allowed: np.ndarray | None = None) -> tuple[int, int, int]:
+        """The place of the best F1; of equals the one that restricts least.
+
+        Args:
+            allowed: (J, V, S), settings that can be had; None: all.
+        """
+        f1 = self.f1() if allowed is None else np.where(allowed, self.f1(), -1.0)
+        # Large K, large λ, low score: the last of equals in this order.
+        flipped = f1[::-1, ::-1, :]
+        j, v, s = np.unravel_index(int(flipped.argmax()), flipped.shape)
+        return len(f1) - 1 - int(j), f1.shape[1] - 1 - int(v), int(s)
+
+
+class Evidence:
+    """Gathers the teacher's candidates, image by image."""
+
+    def __init__(self, num_classes: int, grid: Grid) -> None:
+        self.num_classes = num_classes
+        self.grid = grid
+        self.images = 0
+        self._ious = np.array(grid.iou, dtype=np.float32)
+        self._rows: list[tuple[np.ndarray, ...]] = []  # rank, score, label, kept (V), right (V)
+        self._hidden = np.zeros(num_classes, dtype=np.int64)
+
+    def add(
+        self,
+        predictions: Predictions,
+        truth: Target,
+        hidden: Target,
+    ) -> None:
+        """Adds one image.
+
+        Args:
+            predictions: the teacher's, with scores of old classes alone.
+            truth: ground truth of the new classes, which pseudo-labels must leave alone.
+            hidden: the old objects, which training does not see.
+        """
+        self.images += 1
+        self._hidden += np.bincount(hidden.labels.cpu().numpy(), minlength=self.num_classes)
+        queries, labels = select_all(predictions, PseudoRule(select="all"), 0.0)
+        scores = predictions.scores[queries, labels]
+        if predictions.background is None:
+            foreground = scores > min(self.grid.score)
+        else:
+            foreground = scores > predictions.background[queries]
+        queries, labels, scores = queries[foreground], labels[foreground], scores[foreground]
+        if not len(queries):
+            return
+        boxes = predictions.boxes[queries]
+        worst = torch.zeros(len(boxes), device=boxes.device)
+        if len(truth):
+            worst = _overlaps(boxes, truth.boxes).amax(dim=1)
+        kept = worst.cpu().numpy()[:, None] <= self._ious  # (N, V)
+        overlap = _overlaps(boxes, hidden.boxes).cpu().numpy()
+        overlap[labels.cpu().numpy()[:, None] != hidden.labels.cpu().numpy()] = 0.0
+        right = np.stack([_find(overlap, kept[:, v]) for v in range(kept.shape[1])], axis=1)
+        self._rows.append(
+            (
+                np.arange(len(boxes)),
+                scores.cpu().numpy().astype(np.float32),
+                labels.cpu().numpy(),
+                kept,
+                right,
+            )
+        )
+
+    def count(self) -> Counts:
+        """Counts for all settings at once."""
+        grid = self.grid
+        shape = (len(grid.k), len(grid.iou), len(grid.score), self.num_classes)
+        given, right = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        if self._rows:
+            rank, score, label, kept, found = (
+                np.concatenate(column) for column in zip(*self._rows, strict=True)
+            )
+            # A candidate counts for K > rank and for scores below its own: a histogram, summed up.
+            first_k = np.searchsorted(grid.k, rank, side="right")
+            scores_below = np.searchsorted(np.array(grid.score, np.float32), score, side="left")
+            for v in range(len(grid.iou)):
+                for counts, chosen in ((given, kept[:, v]), (right, found[:, v])):
+                    counts[:, v] = self._histogram(
+                        first_k[chosen], scores_below[chosen], label[chosen]
+                    )
+        return Counts(grid, self.images, given, right, self._hidden)
+
+    def _histogram(self, first_k: np.ndarray, below: np.ndarray, label: np.ndarray) -> np.ndarray:
+        """(J, S, C): candidates by setting of K and score."""
+        shape = (len(self.grid.k) + 1, len(self.grid.score) + 1, self.num_classes)
+        flat = np.ravel_multi_index((first_k, below, label), shape)
+        cells = np.bincount(flat, minlength=int(np.prod(shape))).reshape(shape)
+        cells = cells.cumsum(axis=0)  # a larger K keeps what a smaller one does
+        cells = cells[:, ::-1].cumsum(axis=1)[:, ::-1]  # as does a lower score
+        return cells[:-1, 1:]
+
+
+def find_right(
+    boxes: Tensor, labels: Tensor, wanted: Tensor, wanted_labels: Tensor
+) -> tuple[np.ndarray, np.ndarray]:
+    """Which boxes find an object of their class at IoU ≥ 0.5, the first ones choosing first.
+
+    Args:
+        boxes: (N, 4) corners, most confident first.
+        labels: (N,).
+        wanted: (M, 4) corners of the objects.
+        wanted_labels: (M,).
+
+    Returns:
+        (N,) which boxes are right, (M,) which objects are found.
+    """
+    overlap = box_iou(boxes, wanted)[0].cpu().numpy()
+    overlap[labels.cpu().numpy()[:, None] != wanted_labels.cpu().numpy()] = 0.0
+    free = np.ones(len(wanted), dtype=bool)
+    right = _find(overlap, np.ones(len(boxes), dtype=bool), free)
+    return right, ~free
+
+
+def _find(
+    overlap: np.ndarray, taking_part: np.ndarray, free: np.ndarray | None = None
+) -> np.ndarray:
+    """Rows of (N, M) that find a free column, in order; `free` (M,) tells what is left."""
+    right = np.zeros(len(overlap), dtype=bool)
+    free = np.ones(overlap.shape[1], dtype=bool) if free is None else free
+    if not overlap.shape[1]:
+        return right
+    for row in np.flatnonzero(taking_part & (overlap.max(axis=1) >= RIGHT_IOU)):
+        column = int(np.argmax(np.where(free, overlap[row], 0.0)))
+        if free[column] and overlap[row, column] >= RIGHT_IOU:
+            right[row], free[column] = True, False
+    return right
+
+
+def _overlaps(boxes: Tensor, others: Tensor) -> Tensor:
+    return box_iou(box_cxcywh_to_xyxy(boxes), box_cxcywh_to_xyxy(others))[0]

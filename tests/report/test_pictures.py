@@ -1,0 +1,157 @@
+"""Pictures of runs: what is drawn is what training does, and it is where it should be."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cldetr.cli import main
+from cldetr.data.mapper import Mapper
+from cldetr.drawing import BLUE, GREEN, YELLOW
+from cldetr.engine.from_run import final_weights, recipe_of_run
+from cldetr.engine.rundata import RunData
+from cldetr.engine.scenes import Marks, Scene, draw_scene, examine
+from cldetr.errors import InputError
+from cldetr.modeling.matcher import Matcher
+from cldetr.report.pictures import _Artist, draw_run_pictures
+
+
+@pytest.fixture
+def run(tiny_run, tmp_path):
+    """A copy of the run to write into."""
+    return shutil.copytree(tiny_run, tmp_path / "run")
+
+
+def marks(*rows, scores=None):
+    table = np.array(rows, dtype=float).reshape(-1, 5)
+    return Marks(table[:, 1:], table[:, 0].astype(int), scores)
+
+
+def colored(image, color, x, y, reach=14):
+    """Whether a colour is near a point."""
+    x, y = round(x), round(y)
+    pixels = np.asarray(image)[y - reach : y + reach, x - reach : x + reach]
+    return bool((pixels == color).all(axis=2).any())
+
+
+def test_a_scene_has_its_colours_where_its_boxes_are():
+    scene = Scene(
+        np.full((96, 96, 3), 128, dtype=np.uint8),
+        truth=marks((0, 10, 10, 40, 40)),
+        pseudo=marks((1, 50, 50, 90, 90), scores=np.array([0.8])),
+        dropped=marks(),
+        matched=marks((0, 12, 12, 42, 42), (1, 52, 52, 88, 88), scores=np.array([0.7, 0.6])),
+        links=np.array([0, 1]),
+        hidden=marks((1, 51, 51, 91, 91)),
+    )
+    sheet = draw_scene(scene, ["cat", "dog"])
+    assert sheet.width == 3 * 480 + 2 * 12 + 2 * 8
+    panels = [8 + number * 492 for number in range(3)]
+    top = sheet.height - 480 - 33  # below the pictures is the legend
+    # lower left corners, in the panels of old classes, merged labels and predictions
+    assert colored(sheet, BLUE, panels[0] + 5 * 50, top + 5 * 90)
+    assert colored(sheet, GREEN, panels[0] + 5 * 91, top + 5 * 70)
+    assert colored(sheet, GREEN, panels[1] + 5 * 10, top + 5 * 40)
+    assert colored(sheet, BLUE, panels[1] + 5 * 50, top + 5 * 90)
+    assert colored(sheet, YELLOW, panels[2] + 5 * 12, top + 5 * 42)
+    assert colored(sheet, YELLOW, panels[2] + 5 * 88, top + 5 * 60)
+    assert not colored(sheet, GREEN, panels[0] + 5 * 10, top + 5 * 40)
+    # the lines between the panels, in the colours of the labels
+    middle = panels[1] + 486
+    for color, height in ((GREEN, 26), (BLUE, 70)):
+        assert colored(sheet, color, middle, top + 5 * height, reach=6)
+
+
+def test_what_is_drawn_is_what_a_training_step_does(run, monkeypatch):
+    artist = _Artist(run, recipe_of_run(run))
+    learner = artist._learner(2)
+    given, _ = artist._train_views(2)
+    entry = artist.mapper(given[0], np.random.default_rng(0))
+    scene = examine(learner, entry)
+    seen, call = [], Matcher.__call__
+
+    def spy(self, output, targets, class_mask=None):
+        matches = call(self, output, targets, class_mask)
+        seen.append((output, targets, matches))
+        return matches
+
+    monkeypatch.setattr(Matcher, "__call__", spy)
+    learner.detector.eval()
+    learner([entry])
+    (output, (target,), matches), *_ = seen
+    assert len(scene.pseudo) > 0
+    assert len(scene.truth) + len(scene.pseudo) == len(target)
+    labels = np.concatenate([scene.truth.labels, scene.pseudo.labels])
+    np.testing.assert_array_equal(labels, target.labels)
+    queries = matches.queries[-1][matches.labels[-1].argsort()]
+    height, width = entry["image"].shape[1:]
+    centres = output.boxes[-1, 0, queries][:, :2].detach() * torch.tensor([width, height])
+    drawn = (scene.matched.corners[:, :2] + scene.matched.corners[:, 2:]) / 2
+    np.testing.assert_allclose(drawn, centres, rtol=1e-4, atol=1e-2)
+
+
+def test_examining_leaves_the_learner_as_it_was(run):
+    artist = _Artist(run, recipe_of_run(run))
+    learner = artist._learner(2).train()
+    before = {key: value.clone() for key, value in learner.state_dict().items()}
+    counts, state = learner.pseudo_counts.clone(), torch.get_rng_state()
+    entry = artist.mapper(artist._train_views(2)[0][1], np.random.default_rng(0))
+    examine(learner, entry)
+    assert learner.detector.training
+    assert learner.detector.visible_classes is None
+    assert torch.equal(learner.pseudo_counts, counts)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(value, before[key]) for key, value in learner.state_dict().items())
+
+
+def test_command_draws_every_phase_with_captions(run, capsys):
+    assert main(["pictures", str(run), "--sample", "1"]) == 0
+    captions = json.loads((run / "pictures/captions.json").read_text())
+    files = {path.name for path in (run / "pictures").glob("*.png")}
+    assert files == set(captions)
+    assert {name.rsplit("_", 1)[0] for name in files} == {
+        *("phase1_labels", "phase1_predictions", "phase2_labels", "phase2_predictions")
+    }
+    for name in files:
+        with Image.open(run / "pictures" / name) as picture:
+            panels = 2 if name.startswith("phase1") else 3
+            assert picture.width == panels * 480 + (panels - 1) * 12 + 16
+    assert "4 pictures" in capsys.readouterr().out
+
+
+def test_chosen_images_are_drawn_as_what_they_are(run):
+    data = RunData(recipe_of_run(run))
+    train = data.scenario.phase(2).image_ids[3]
+    test = int(data.test_entries([0]).image_ids[0])
+    written = draw_run_pictures(run, phases=[2], images=[train, test])
+    assert [path.name for path in written] == [
+        f"phase2_labels_{train}.png",
+        f"phase2_predictions_{test}.png",
+    ]
+    with pytest.raises(InputError, match="neither training images"):
+        draw_run_pictures(run, phases=[2], images=[987654])
+
+
+def test_a_run_that_is_under_way_has_pictures_of_what_is_there(run):
+    shutil.rmtree(run / "phase2")
+    assert {path.name[:6] for path in draw_run_pictures(run, sample=1)} == {"phase1"}
+    with pytest.raises(InputError, match="no model of phase 2"):
+        draw_run_pictures(run, phases=[2])
+    shutil.rmtree(run / "phase1")
+    assert final_weights(run, 1) is None
+    with pytest.raises(InputError, match="no model of phase 1, 2"):
+        draw_run_pictures(run)
+
+
+def test_samples_are_the_same_every_time_and_show_old_and_new_classes(run):
+    artist = _Artist(run, recipe_of_run(run))
+    given, hidden = artist._train_views(2)
+    places = artist._choose(2, given, hidden, None, 3)
+    assert places == artist._choose(2, given, hidden, None, 3)
+    mapper = Mapper(artist.recipe.augmentation.still(), training=True)
+    for place in places:
+        assert len(mapper(given[place], np.random.default_rng(0))["instances"]) > 0
+        assert hidden[place]["annotations"]

@@ -1,0 +1,107 @@
+"""Drawing: sizes, colours where the boxes are, labels that do not cover each other."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cldetr import drawing
+from cldetr.drawing import BLUE, GREEN, Box, class_color, draw_boxes, join_panels, make_canvas
+
+
+def grey(height, width):
+    return np.full((height, width, 3), 128, dtype=np.uint8)
+
+
+def has_color(image, color, place):
+    """Whether a colour is at a place (left, top, right, bottom) of an image."""
+    x0, y0, x1, y1 = (round(value) for value in place)
+    pixels = np.asarray(image)[y0:y1, x0:x1].reshape(-1, 3)
+    return bool((pixels == color).all(axis=1).any())
+
+
+@pytest.mark.parametrize(
+    ("size", "fit", "expected"),
+    [
+        ((96, 96), False, (480, 480)),
+        ((96, 128), False, (480, 640)),
+        ((600, 900), False, (600, 900)),
+        ((10, 2000), False, (10, 2000)),
+        ((10, 400), False, (40, 1600)),
+        ((600, 900), True, (480, 720)),
+        ((500, 2000), True, (200, 800)),
+    ],
+)
+def test_small_images_are_enlarged_and_panels_fit(size, fit, expected):
+    canvas = make_canvas(grey(*size), fit=fit)
+    assert (canvas.image.height, canvas.image.width) == expected
+    assert canvas.scale == pytest.approx(expected[1] / size[1])
+
+
+def test_the_outline_is_where_the_box_is():
+    canvas = make_canvas(grey(96, 96))
+    draw_boxes(canvas, [Box((20, 30, 60, 70), GREEN, "cat")])
+    left, top, right, bottom = (5 * value for value in (20, 30, 60, 70))
+    for edge in (
+        (left, top + 40, left + 4, bottom),
+        (right - 3, top, right + 1, bottom),
+        (left, bottom - 3, right, bottom + 1),
+    ):
+        assert has_color(canvas.image, GREEN, edge)
+    assert not has_color(canvas.image, GREEN, (left + 20, top + 20, right - 20, bottom - 20))
+
+
+def test_boxes_beyond_the_border_are_drawn_at_it():
+    canvas = make_canvas(grey(96, 96))
+    draw_boxes(canvas, [Box((-20, -20, 200, 200), BLUE)])
+    assert has_color(canvas.image, BLUE, (0, 100, 6, 400))
+    assert has_color(canvas.image, BLUE, (474, 100, 480, 400))
+
+
+def test_one_box_does_not_hide_another_at_the_same_place():
+    canvas = make_canvas(grey(96, 96))
+    draw_boxes(canvas, [Box((20, 20, 60, 60), GREEN), Box((20, 20, 60, 60), BLUE)])
+    side = (98, 150, 125, 250)
+    assert has_color(canvas.image, GREEN, side)
+    assert has_color(canvas.image, BLUE, side)
+
+
+def test_labels_never_cover_each_other_and_what_has_no_room_is_counted(monkeypatch):
+    written = []
+    write = drawing._Labels._write
+
+    def spy(self, text, place, color):
+        written.append((text, place))
+        write(self, text, place, color)
+
+    monkeypatch.setattr(drawing._Labels, "_write", spy)
+    rng = np.random.default_rng(0)
+    low = rng.uniform(0, 80, (80, 2))
+    boxes = np.concatenate([low, low + rng.uniform(2, 30, (80, 2))], axis=1)
+    canvas = make_canvas(grey(96, 96))
+    draw_boxes(
+        canvas, [Box(tuple(box), class_color(i), f"class {i}") for i, box in enumerate(boxes)]
+    )
+    *labels, (note, _) = written
+    assert note == f"{80 - len(labels)} labels left out"
+    places = np.array([place for _, place in labels])
+    shared = drawing._covered(places, places)
+    np.fill_diagonal(shared, 0)
+    assert shared.max() == 0
+    assert len(labels) > 30
+    assert (places >= 0).all()
+    assert (places[:, 2:] <= 480).all()
+
+
+def test_panels_keep_their_pixels_and_titles_their_room():
+    image = Image.fromarray(grey(480, 480))
+    sheet, corners = join_panels([image, image], ["a", "b " * 80], [("ground truth", GREEN)])
+    for x, y in corners:
+        np.testing.assert_array_equal(np.asarray(sheet)[y : y + 480, x : x + 480], grey(480, 480))
+    assert corners[0][1] > 40  # the long title takes lines of its own
+    assert has_color(sheet, GREEN, (0, sheet.height - 30, 60, sheet.height))
+
+
+def test_colors_of_neighbouring_classes_differ():
+    colors = np.array([class_color(label) for label in range(80)], dtype=float)
+    apart = np.linalg.norm(colors[:, None] - colors[None], axis=2)
+    assert min(apart[i, i + 1] for i in range(79)) > 80
