@@ -116,7 +116,7 @@ def test_pictures_and_diagnostics_of_a_run_reach_its_page(tiny_run, tmp_path):
     run = read_run(folder)
     for shown, kind in ((run.pictures, "pictures"), (run.diagnostics, "diagnostics")):
         captions = json.loads((folder / kind / "captions.json").read_text())
-        assert {picture.path.name: picture.caption for picture in shown} == captions
+        assert {path.name: caption for path, caption in shown} == captions
         assert captions
 
 
