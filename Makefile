@@ -32,7 +32,7 @@ demo: setup ## the main job on the embedded data set: under ten minutes on two c
 
 # The rows of docs/ablation.md; the others are held against the first.
 ABLATION := cldetr completion finetune lwf joint_matching dkd dkd_er joint icarl erd \
-	er_random er_herding er_adaptive kl_instances hard_labels released kd_oracle
+	er_random er_herding er_adaptive kl_instances hard_labels released kd_oracle calibration_oracle
 
 ablation: setup ## the paper's ablation on the embedded data set, three orders: hours, resumable
 	$(BIN)/cldetr shapes --out datasets/shapes

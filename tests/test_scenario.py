@@ -273,6 +273,9 @@ def test_exemplars_keep_the_classes_of_their_own_phase():
     first, second = made.exemplars(chosen)
     assert (first.phase, first.classes, first.image_ids) == (1, (0, 1), chosen[1])
     assert (second.phase, second.classes, second.image_ids) == (2, (2,), chosen[2])
+    oracle = made.exemplars(chosen, reveal=True)
+    assert [part.image_ids for part in oracle] == [chosen[1], chosen[2]]
+    assert {part.classes for part in oracle} == {(0, 1, 2)}
     stranger = made.phases[2].image_ids[0]
     with pytest.raises(InputError, match=f"image {stranger} is not in phase 1"):
         made.exemplars({1: [stranger]})

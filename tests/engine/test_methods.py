@@ -57,6 +57,7 @@ MORE = [
     "ablation/cached",
     "ablation/hard_labels",
     "ablation/kl_instances",
+    "ablation/calibration_oracle",
 ]
 CASES = [(name, detector) for detector in DETECTORS for name in MAIN]
 CASES += [(name, "deformable") for name in MORE]

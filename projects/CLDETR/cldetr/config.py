@@ -67,6 +67,7 @@ def add_cldetr_config(cfg: CN) -> None:
 
     cfg.METHOD.CALIBRATE = CN()
     cfg.METHOD.CALIBRATE.ENABLED = True
+    cfg.METHOD.CALIBRATE.REVEAL = False  # exemplars with all true labels: an oracle
     # Beyond the paper: complete the exemplars' labels by the model's own predictions.
     cfg.METHOD.CALIBRATE.COMPLETE = _pseudo_keys(enabled=False)
     cfg.METHOD.CALIBRATE.COMPLETE.FOREGROUND = 0.4

@@ -113,12 +113,16 @@ class Scenario:
         phase = self.phase(index)
         return Part(phase.source, phase.image_ids, self.seen(index), 0)
 
-    def exemplars(self, image_ids: Mapping[int, Sequence[int]]) -> tuple[Part, ...]:
+    def exemplars(
+        self, image_ids: Mapping[int, Sequence[int]], reveal: bool = False
+    ) -> tuple[Part, ...]:
         """E_1 ∪ E_2 ∪ …: exemplars by phase, each with the classes of its own phase.
 
         Args:
             image_ids: phase index → the image ids of its exemplars, all of them in D_index.
+            reveal: with all classes seen in these phases instead, which no method may know.
         """
+        seen = self.seen(max(image_ids, default=1))
         parts, problems = [], []
         for index, ids in sorted(image_ids.items()):
             phase = self.phase(index)
@@ -127,7 +131,8 @@ class Scenario:
             problems += [
                 f"image {image} is not in phase {index}" for image in chosen if image in strangers
             ]
-            parts.append(Part(phase.source, chosen, phase.classes, index))
+            own = Part(phase.source, chosen, phase.classes, index)
+            parts.append(Part(phase.source, chosen, seen, 0) if reveal else own)
         if problems:
             raise InputError.listing(
                 f"{len(problems)} exemplars do not belong to scenario {self.name}; use the memory "

@@ -145,7 +145,7 @@ class IncrementalRun:
                 annotated=[phase.classes for phase in self.data.scenario.phases],
                 mask_unseen=mask,
             )
-        entries = self.data.exemplar_entries(self._memory(phase))
+        entries = self.data.exemplar_entries(self._memory(phase), rule.reveal)
         self._fit(phase, "calibrate", learner, entries, self.recipe.schedule.calibrate, stop)
 
     def _evaluate(self, phase: int, stop: StopRequest) -> None:

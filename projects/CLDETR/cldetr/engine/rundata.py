@@ -93,9 +93,9 @@ class RunData:
             parts += self.scenario.exemplars(memory.image_ids)
         return View(self.scenario.categories, parts, self.train, name=f"phase {phase}")
 
-    def exemplar_entries(self, memory: ExemplarMemory) -> View:
-        """E_1:i with the labels of each exemplar's own phase."""
-        parts = self.scenario.exemplars(memory.image_ids)
+    def exemplar_entries(self, memory: ExemplarMemory, reveal: bool = False) -> View:
+        """E_1:i with the labels of each exemplar's own phase, or all true ones for an oracle."""
+        parts = self.scenario.exemplars(memory.image_ids, reveal)
         return View(self.scenario.categories, parts, self.train, name="exemplars")
 
     def select_exemplars(

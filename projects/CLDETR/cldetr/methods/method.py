@@ -33,9 +33,16 @@ class CalibrationRule:
         complete: the paper's exemplars carry the labels of their own phase only, so that objects of
             other phases are taught as background. With a rule here they get pseudo-labels from the
             model as it was when calibration began. None is the paper, read literally.
+        reveal: show the true labels of all classes seen so far instead: what completion could
+            reach at best.
     """
 
     complete: PseudoRule | None = None
+    reveal: bool = False
+
+    def __post_init__(self) -> None:
+        if self.reveal and self.complete is not None:
+            raise InputError("exemplars with all true labels have none to complete: choose one")
 
 
 @dataclass(frozen=True)
