@@ -187,7 +187,7 @@ def _draw_changes(rows: Sequence[Change], limit: float, ax: Axes) -> None:
         value = change.difference or 0.0
         ax.barh(place, value, height=0.7, color=LOST if value < 0 else GAINED)
         ax.annotate(
-            f"{value:+.1f}".replace("-", "−"),
+            f"{round(value, 1) + 0.0:+.1f}".replace("-", "−"),  # no "−0.0"
             (value, place),
             xytext=(4 if value >= 0 else -4, 0),
             textcoords="offset points",
@@ -218,7 +218,7 @@ def _draw_category_dots(
         colour, marker = style_of(number)
         mark_rows(ax, [final.get(name) for name in rows], colour, marker)
     ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
-    name_rows(ax, rows)
+    name_rows(ax, rows, guides=True)
     ax.set_xlabel("AP (%)")
 
 

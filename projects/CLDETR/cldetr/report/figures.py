@@ -12,6 +12,8 @@ from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
@@ -28,6 +30,7 @@ _STYLE: dict[str, Any] = {
     "axes.titlelocation": "left",
     "axes.titlepad": 10,
     "axes.labelsize": 11,
+    "axes.facecolor": "none",
     "axes.edgecolor": MUTED,
     "axes.labelcolor": INK,
     "axes.titlecolor": INK,
@@ -64,14 +67,15 @@ def panel_svg(panel: Panel, salt: str) -> Markup:
         salt: unlike that of every other panel of the page, so that their ids differ.
     """
     with _style(salt):
-        figure = Figure((panel.width / _UNIT, panel.height / _UNIT), layout="constrained")
+        size = (panel.width / _UNIT, panel.height / _UNIT)
+        figure = Figure(size, layout="constrained", facecolor="none")
         _draw(figure.add_subplot(), panel)
         text = _render_svg(figure)
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*">', "<g>", text)
-    size = f"0 0 {panel.width} {panel.height}"
-    head = f'<svg viewBox="{size}" role="img" aria-label="{escape(panel.title)}">'
+    view = f"0 0 {panel.width} {panel.height}"
+    head = f'<svg viewBox="{view}" role="img" aria-label="{escape(panel.title)}">'
     text = re.sub(r"\A<svg[^>]*>", lambda _: head, text)
     for colour, name in ((INK, "currentColor"), (LINE, "var(--line)"), (MUTED, "var(--muted)")):
         text = text.replace(colour, name)
@@ -87,7 +91,7 @@ def save_plot(plot: Plot, folder: Path) -> list[Path]:
     width = sum(panel.width for panel in rows[0])
     with _style(plot.name):
         size = (width / _UNIT, (sum(heights) + legend) / _UNIT)
-        figure = Figure(size, layout="constrained", facecolor="white")
+        figure = Figure(size, layout="constrained", facecolor="white", dpi=2 * _UNIT)
         grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
         for i, row in enumerate(rows):
             for j, panel in enumerate(row):
@@ -100,7 +104,7 @@ def save_plot(plot: Plot, folder: Path) -> list[Path]:
             figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 3))
         paths = [folder / f"{plot.name}.png", folder / f"{plot.name}.svg"]
         with atomic_path(paths[0]) as partial:
-            figure.savefig(partial, format="png", dpi=2 * _UNIT)
+            FigureCanvasAgg(figure).print_png(partial)
         figure.set_layout_engine("none")  # the SVG keeps the places, which take long to find
         with atomic_path(paths[1]) as partial:
             partial.write_text(_render_svg(figure), encoding="utf-8")
@@ -114,7 +118,8 @@ def _draw(ax: Axes, panel: Panel) -> None:
 
 def _render_svg(figure: Figure) -> str:
     stream = io.StringIO()
-    figure.savefig(stream, format="svg", metadata={"Date": None})
+    # Not by savefig, which draws a figure with a layout engine twice.
+    FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
     return stream.getvalue()
 
 

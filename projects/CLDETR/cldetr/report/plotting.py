@@ -84,7 +84,7 @@ def draw_amounts(
         ax.annotate(text, (value, place), xytext=(4, 0), textcoords="offset points", va="center")
     ax.set_xlim(0, (highest or 1.0) * 1.28)
     if whole:
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
     name_rows(ax, [name for name, _ in rows])
 
 
@@ -95,13 +95,12 @@ def tidy(name: str, most: int = 24) -> str:
     return name if len(name) <= most else f"{name[: most - 1 - half]}…{name[-half:]}"
 
 
-def name_rows(ax: Axes, names: Sequence[str]) -> None:
-    """Names the rows from the top down."""
+def name_rows(ax: Axes, names: Sequence[str], guides: bool = False) -> None:
+    """Names the rows from the top down; `guides` are lines along them, for marks without bars."""
     ax.set_yticks(range(len(names)), [tidy(name) for name in names])
     ax.set_ylim(len(names) - 0.4, -0.6)
     ax.tick_params(axis="y", length=0)
-    ax.grid(axis="x")
-    ax.grid(visible=False, axis="y")
+    ax.grid(visible=guides, axis="y")
     ax.spines["left"].set_visible(False)
 
 
@@ -127,3 +126,11 @@ def _amount(value: float) -> str:
         if value >= 0.01 or value == 0
         else "<0.01"
     )
+
+
+def short_count(value: float) -> str:
+    """A count for an axis: 100, 5k, 1.5M."""
+    for size, unit in ((1_000_000, "M"), (1_000, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"

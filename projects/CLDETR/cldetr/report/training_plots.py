@@ -20,6 +20,7 @@ from cldetr.report.plotting import (
     mark_rows,
     name_rows,
     row_panels,
+    short_count,
     style_of,
 )
 from cldetr.report.rundir import Run
@@ -45,10 +46,12 @@ def distribution_plot(run: Run) -> Plot | None:
     panels = row_panels(
         "Objects of each category", counts, lambda rows, ax: _draw_counts(rows, shown, top, ax)
     )
-    text = (
-        "On a logarithmic scale: exemplars that follow the distribution of the data stand at the "
-        "same distance from it in every row. Ordered by phase, the most frequent first."
-    )
+    text = "On a logarithmic scale, ordered by phase, the most frequent first."
+    if any(count.exemplars is not None for count in counts):
+        text += (
+            " Exemplars that follow the distribution of the data stand at the same distance from "
+            "it in every row of a phase."
+        )
     legend = [Key(label, colour, marker) for _, label, colour, marker in shown]
     return Plot("category_distribution", "How categories are distributed", text, panels, legend)
 
@@ -106,13 +109,13 @@ def _draw_counts(
         mark_rows(ax, [getattr(count, name) for count in rows], colour, marker)
     ax.set_xscale("symlog", linthresh=1, linscale=0.4)
     ax.set_xlim(-0.3, max(top, 1) * 1.8)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
     ax.xaxis.set_minor_locator(NullLocator())
     phases = [count.phase for count in rows]
     for place in range(1, len(rows)):
         if phases[place] != phases[place - 1]:
             ax.axhline(place - 0.5, color=MUTED, linewidth=0.8, linestyle=":")
-    name_rows(ax, [count.name for count in rows])
+    name_rows(ax, [count.name for count in rows], guides=True)
     ax.set_xlabel("objects")
 
 
@@ -151,7 +154,7 @@ def _draw_curves(
         ax.set_ylim(0, (top or 1.0) * 1.2)
     ax.set_xlabel("training step")
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
     _mark_stages(ax, spans)
     if len(curves) > 1:
         ax.legend(ncols=len(curves))
