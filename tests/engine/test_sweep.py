@@ -91,6 +91,8 @@ def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(tmp_path, tin
     stage = json.loads((out / "second/seed0/phase1/train/stage.json").read_text())
     assert stage["facts"]["given"] == str(out / "tiny/seed0/phase1/train/model.pth")
     assert (out / "table.tex").read_text().startswith("\\begin{tabular}")
+    assert "2 methods on 3+1" in (out / "report/index.html").read_text()
+    assert (out / "tiny/seed0/report/index.html").exists()  # each run draws its own
     before = (out / "tiny/seed0/results.json").stat().st_mtime_ns
     assert main([*words, "--set", *tiny_shapes]) == 0
     assert (out / "tiny/seed0/results.json").stat().st_mtime_ns == before

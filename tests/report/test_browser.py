@@ -10,10 +10,6 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from PIL import Image
-
-from cldetr.report.run_page import write_run_page
-from cldetr.report.rundir import read_run
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 
@@ -51,14 +47,10 @@ def browser():
 
 
 @pytest.fixture(scope="module")
-def site(tiny_run, tmp_path_factory):
-    """A local server with the page of a real run that has a picture; it notes what is asked for."""
+def site(drawn_run, tmp_path_factory):
+    """A local server with the report of a real run; it notes what is asked for."""
     folder = tmp_path_factory.mktemp("site")
-    run = folder / "run"
-    shutil.copytree(tiny_run, run, ignore=shutil.ignore_patterns("*.pth", "tensorboard"))
-    (run / "pictures").mkdir()
-    Image.new("RGB", (160, 90), "teal").save(run / "pictures/teacher.png")
-    write_run_page(read_run(run), folder / "page")
+    shutil.copytree(drawn_run / "report", folder / "page")
     (folder / "probe.html").write_text(PROBE, encoding="utf-8")
     asked = []
 

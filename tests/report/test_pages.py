@@ -35,9 +35,9 @@ def test_markup_escapes_all_but_markup():
     assert escape(SCRIPT) == "&lt;script&gt;alert(1)&lt;/script&gt;"
 
 
-def test_the_page_of_a_run_has_its_numbers_and_loads_nothing(tiny_run, tmp_path):
-    page = write_run_page(read_run(tiny_run), tmp_path).read_text()
-    results = json.loads((tiny_run / "results.json").read_text())
+def test_the_page_of_a_run_has_its_numbers_and_loads_nothing(drawn_run):
+    page = (drawn_run / "report/index.html").read_text()
+    results = json.loads((drawn_run / "results.json").read_text())
     assert "cldetr, 3+1" in page
     for name in results["phases"][-1]["per_category"]:
         assert name in page
@@ -48,7 +48,7 @@ def test_the_page_of_a_run_has_its_numbers_and_loads_nothing(tiny_run, tmp_path)
     assert page.count("<svg") >= 10
     names = {"ap_over_phases", "category_change", "category_distribution"}
     names |= {"training", "time_and_memory"}
-    assert {path.stem for path in (tmp_path / "figures").iterdir()} == names
+    assert {path.stem for path in (drawn_run / "report/figures").iterdir()} == names
 
 
 def test_names_from_data_are_text_everywhere_on_the_page(tmp_path):
@@ -85,23 +85,22 @@ def test_a_run_of_one_phase_and_a_run_without_results_have_pages(tmp_path):
     assert "No phase is evaluated yet" in write_run_page(run_of(None), tmp_path).read_text()
 
 
-def test_the_command_draws_one_run_into_it_and_several_where_asked(tiny_run, tmp_path, capsys):
-    folder = tmp_path / "run"
-    shutil.copytree(tiny_run, folder, ignore=shutil.ignore_patterns("*.pth", "tensorboard"))
-    assert main(["report", str(folder)]) == 0
-    assert (folder / "report/index.html").exists()
-    assert main(["report", str(folder), str(tiny_run)]) == 2
+def test_the_command_draws_several_runs_side_by_side_where_asked(drawn_run, tmp_path, capsys):
+    both = [str(drawn_run), str(shutil.copytree(drawn_run, tmp_path / "again"))]
+    assert main(["report", *both]) == 2
     assert "--out DIR" in capsys.readouterr().err
-    assert main(["report", str(folder), str(tiny_run), "--out", str(tmp_path / "both")]) == 0
+    assert main(["report", *both, "--out", str(tmp_path / "both")]) == 0
     page = (tmp_path / "both/index.html").read_text()
     assert "Where the runs end" in page
+    assert "cldetr (again)" in page
+    assert loads(page) == []
     assert (tmp_path / "both/figures/final_ap.svg").exists()
     assert main(["report", str(tmp_path / "absent")]) == 2
 
 
-def test_what_cannot_be_drawn_does_not_fail_the_run(tiny_run, tmp_path, caplog):
+def test_what_cannot_be_drawn_does_not_fail_the_run(drawn_run, tmp_path, caplog):
     folder = tmp_path / "run"
-    shutil.copytree(tiny_run, folder, ignore=shutil.ignore_patterns("*.pth", "tensorboard"))
+    shutil.copytree(drawn_run, folder, ignore=shutil.ignore_patterns("report", "pictures"))
     (folder / "report").write_text("a file stands where the folder should be")
     with caplog.at_level(logging.WARNING):
         show_run(folder)

@@ -77,6 +77,13 @@ def test_runs_that_differ_in_seeds_alone_are_one_group_with_its_interval():
     assert groups[0].number("fpp") == (10, pytest.approx(half))
 
 
+def test_points_of_a_curve_are_means_over_the_same_runs():
+    behind = two_phases(first=90)
+    behind["phases"] = behind["phases"][:1]
+    group = Group("x", (run_of(two_phases(40, 28, 50)), run_of(behind)))
+    assert group.curve("old") == [(1, 40.0, None), (2, 28.0, None)]
+
+
 def test_the_same_run_twice_is_no_repetition_over_seeds():
     runs = [run_of(two_phases(), f"{name}/run", identity=identity()) for name in "ab"]
     assert [group.label for group in group_runs(runs)] == ["cldetr (a/run)", "cldetr (b/run)"]

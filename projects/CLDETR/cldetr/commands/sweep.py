@@ -15,7 +15,9 @@ from cldetr.engine.cluster import run_on_cluster
 from cldetr.engine.sweep import collect, config_names, plan, run_here
 from cldetr.errors import InputError
 from cldetr.files import atomic_path
+from cldetr.report.comparison import write_comparison
 from cldetr.report.paper import find_table, paper_tables
+from cldetr.report.rundir import read_run
 from cldetr.report.sweep_table import COLUMNS, csv_text, latex, markdown, own_rows, paper_rows
 
 
@@ -116,6 +118,10 @@ def run(args: argparse.Namespace) -> int:
             with atomic_path(args.out / f"table.{suffix}") as partial:
                 partial.write_text(text, encoding="utf-8")
         print(heading + table)
+    if found:
+        folders = [job.folder for chain in chains for job in chain.jobs if job.finished]
+        page = write_comparison([read_run(folder) for folder in folders], args.out / "report")
+        print(f"\nThe runs side by side: {page}")
     return 0
 
 

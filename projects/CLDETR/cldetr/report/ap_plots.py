@@ -20,6 +20,7 @@ from cldetr.report.plotting import (
     mark_rows,
     name_rows,
     row_panels,
+    signed,
     style_of,
 )
 from cldetr.report.rundir import Run
@@ -143,7 +144,8 @@ def _draw_phases(groups: Sequence[Group], name: str, most: int, ax: Axes) -> Non
             low = [mean - width for mean, width in zip(means, half, strict=True)]
             high = [mean + width for mean, width in zip(means, half, strict=True)]
             ax.fill_between(phases, low, high, color=colour, alpha=0.15, linewidth=0)
-            highest = max(highest, *high)
+            # Two runs have an interval that would leave no room for the curves.
+            highest = max(highest, min(max(high), 1.5 * max(means)))
         highest = max(highest, *means)
         if len(groups) == 1:
             for phase, mean, above in zip(phases, means, _label_above(means), strict=True):
@@ -171,7 +173,7 @@ def _draw_bars(
             continue
         mean, half = value
         ax.barh(place, mean, height=0.66, color=style_of(place)[0], xerr=half, ecolor=INK)
-        text = f"{mean:.1f}" if half is None else f"{mean:.1f} ± {half:.1f}"
+        text = signed(mean) if half is None else f"{signed(mean)} ± {half:.1f}"
         end = max(mean, 0.0) + (half or 0.0)
         ax.annotate(text, (end, place), xytext=(5, 0), textcoords="offset points", va="center")
     known = [(value[0], value[1] or 0.0) for value in values if value is not None]
@@ -187,7 +189,7 @@ def _draw_changes(rows: Sequence[Change], limit: float, ax: Axes) -> None:
         value = change.difference or 0.0
         ax.barh(place, value, height=0.7, color=LOST if value < 0 else GAINED)
         ax.annotate(
-            f"{round(value, 1) + 0.0:+.1f}".replace("-", "−"),  # no "−0.0"
+            signed(value, plus=True),
             (value, place),
             xytext=(4 if value >= 0 else -4, 0),
             textcoords="offset points",

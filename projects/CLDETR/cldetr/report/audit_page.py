@@ -73,7 +73,8 @@ def leakage(audit: Mapping[str, Any]) -> Markup:
         ]
         for pair in audit["overlap"]
     ]
-    return table(["phases", "shared images", "such as image ids"], rows)
+    examples = tag("th", "such as image ids", class_="text", scope="col")
+    return table(["phases", "shared images", examples], rows)
 
 
 def _description(scenario: Scenario) -> str:

@@ -70,6 +70,8 @@ def _results(groups: Sequence[Group]) -> Markup:
         if len(ended) < len(group.runs):
             count = f"{len(ended)} of {len(group.runs)}"
         times = [sum(stage.number("seconds") or 0.0 for stage in run.stages) for run in ended]
+        stages = [stage for run in ended for stage in run.stages]
+        given = " from phase 2" if any(stage.facts.get("given") for stage in stages) else ""
         rows.append(
             [
                 group.label,
@@ -79,7 +81,7 @@ def _results(groups: Sequence[Group]) -> Markup:
                 mean_with_interval(group.final("new")),
                 mean_with_interval(group.number("fpp")),
                 mean_with_interval(group.number("average_AP")),
-                duration(sum(times) / len(times)) if times else "",
+                duration(sum(times) / len(times)) + given if times else "",
             ]
         )
     text = (

@@ -15,6 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 
 from cldetr.files import atomic_path
@@ -84,14 +85,15 @@ def panel_svg(panel: Panel, salt: str) -> Markup:
 
 def save_plot(plot: Plot, folder: Path) -> list[Path]:
     """Writes NAME.png and NAME.svg with all panels in one figure; returns their paths."""
-    columns = min(len(plot.panels), 3)
+    columns = 2 if len(plot.panels) == 4 else min(len(plot.panels), 3)
     rows = [plot.panels[at : at + columns] for at in range(0, len(plot.panels), columns)]
     heights = [max(panel.height for panel in row) for row in rows]
     legend = 26 * -(-len(plot.legend) // 3) + 8 if plot.legend else 0
     width = sum(panel.width for panel in rows[0])
     with _style(plot.name):
         size = (width / _UNIT, (sum(heights) + legend) / _UNIT)
-        figure = Figure(size, layout="constrained", facecolor="white", dpi=2 * _UNIT)
+        layout = ConstrainedLayoutEngine(w_pad=8 / _UNIT, h_pad=8 / _UNIT)
+        figure = Figure(size, layout=layout, facecolor="white", dpi=2 * _UNIT)
         grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
         for i, row in enumerate(rows):
             for j, panel in enumerate(row):

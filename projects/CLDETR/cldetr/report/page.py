@@ -14,7 +14,7 @@ from cldetr import __version__
 from cldetr.files import atomic_path
 from cldetr.report.figures import panel_svg
 from cldetr.report.markup import Content, Markup, tag
-from cldetr.report.plotting import Plot
+from cldetr.report.plotting import Plot, signed
 
 _STYLE = Path(__file__).with_name("style.css")
 _MOST_PICTURES = 24
@@ -74,13 +74,15 @@ def table(
     """A table whose first columns are text and whose others are numbers.
 
     Args:
-        header: the names of the columns.
+        header: the names of the columns; one that is a `th` already stays as it is.
         rows: cells, or rows from `table_row`.
         text_columns: how many columns are text.
         grouped: draw lines between groups alone, where a row has the class "first".
     """
     names = [
-        tag("th", cell, class_="text" if place < text_columns else None, scope="col")
+        cell
+        if isinstance(cell, Markup) and cell.startswith("<th")
+        else tag("th", cell, class_="text" if place < text_columns else None, scope="col")
         for place, cell in enumerate(header)
     ]
     body = [row if isinstance(row, Markup) else table_row(row, text_columns) for row in rows]
@@ -152,12 +154,9 @@ def show_problems(problems: Sequence[str]) -> Markup:
     return tag("div", "Not all of the run could be read:", tag("ul", items), class_="notice")
 
 
-def number(value: float | None, signed: bool = False) -> str:
+def number(value: float | None, plus: bool = False) -> str:
     """A metric with one decimal; "n/a" where it is not defined."""
-    if value is None:
-        return "n/a"
-    value = round(value, 1) + 0.0  # turns −0.0 into 0.0
-    return (f"{value:+.1f}" if signed else f"{value:.1f}").replace("-", "−")
+    return "n/a" if value is None else signed(value, plus)
 
 
 def mean_with_interval(value: tuple[float, float | None] | None) -> str:

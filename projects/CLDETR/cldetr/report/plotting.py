@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 INK, LINE, MUTED = "#24292f", "#d8dee4", "#8c959f"  # pages replace them to follow their theme
 # Apart for colour-blind readers too (after Okabe and Ito).
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f6a00", "#555555")
+COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8f7700", "#808080")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 LOST, GAINED = "#c2410c", "#0072b2"
 ROW = 17  # pixels of a row in charts with a row for each category
@@ -114,6 +114,12 @@ def mark_rows(ax: Axes, values: Sequence[float | None], colour: str, marker: str
 def style_of(place: int) -> tuple[str, str]:
     """The colour and the marker of one of several runs."""
     return COLOURS[place % len(COLOURS)], MARKERS[(place + place // len(COLOURS)) % len(MARKERS)]
+
+
+def signed(value: float, plus: bool = False) -> str:
+    """A number with one decimal, a proper minus sign and no "−0.0"."""
+    value = round(value, 1) + 0.0
+    return (f"{value:+.1f}" if plus else f"{value:.1f}").replace("-", "−")
 
 
 def _amount(value: float) -> str:

@@ -105,7 +105,8 @@ def _summary(run: Run) -> Markup:
         parts.append(", ".join(_file_name(str(one)) for one in data))
     seconds = sum(stage.number("seconds") or 0.0 for stage in run.stages)
     if seconds:
-        parts.append(f"{duration(seconds)} in all stages")
+        given = any(stage.facts.get("given") for stage in run.stages)
+        parts.append(f"{duration(seconds)} in all stages" + " (phase 1 was given)" * given)
     return tag("p", "; ".join(parts) + "." if parts else None, class_="muted")
 
 
@@ -202,7 +203,7 @@ def _categories(run: Run, plot: Plot | None) -> Section | None:
             change.phase,
             number(change.first),
             number(change.last),
-            number(change.difference, signed=True),
+            number(change.difference, plus=True),
         ]
         for change in changes
     ]

@@ -194,11 +194,14 @@ class Group:
     def curve(self, name: str) -> list[tuple[int, float, float | None]]:
         """AP of "all", "old" or "new" by phase: (phase, mean, half width of the 95% interval).
 
-        The curve of "old" begins with the first phase's own AP: what there is to forget.
+        The curve of "old" begins with the first phase's own AP: what there is to forget. Only the
+        runs that have come furthest count, so that every point is a mean over the same ones.
         """
+        evaluated = [run.results["phases"] for run in self.runs if run.results]
+        furthest = max((len(phases) for phases in evaluated), default=0)
         values: dict[int, list[float]] = {}
-        for run in self.runs:
-            for entry in run.results["phases"] if run.results else ():
+        for phases in evaluated:
+            for entry in phases if len(phases) == furthest else ():
                 scores = entry["all"] if name == "old" and entry["phase"] == 1 else entry[name]
                 if scores is not None and scores["AP"] is not None:
                     values.setdefault(entry["phase"], []).append(scores["AP"])
