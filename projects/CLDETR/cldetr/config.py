@@ -70,7 +70,9 @@ def add_cldetr_config(cfg: CN) -> None:
     cfg.METHOD.CALIBRATE.REVEAL = False  # exemplars with all true labels: an oracle
     # Beyond the paper: complete the exemplars' labels by the model's own predictions.
     cfg.METHOD.CALIBRATE.COMPLETE = _pseudo_keys(enabled=False)
-    cfg.METHOD.CALIBRATE.COMPLETE.FOREGROUND = 0.4
+    # Hard labels: a soft one is the model's own score, from which there is nothing to learn.
+    cfg.METHOD.CALIBRATE.COMPLETE.FOREGROUND = 0.2
+    cfg.METHOD.CALIBRATE.COMPLETE.SOFT = False
 
     cfg.SCHEDULE = CN()  # in epochs of the stage's own images
     cfg.SCHEDULE.FIRST = _stage_keys(epochs=50.0, drops=[40.0])
