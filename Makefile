@@ -4,7 +4,7 @@ ENVIRONMENT := $(shell sh tools/environment.sh)
 BIN := $(ENVIRONMENT)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow lint format demo ablation doctor clean
+.PHONY: help setup test test-slow lint format demo ablation bench doctor clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -38,6 +38,9 @@ ablation: setup ## the paper's ablation on the embedded data set, three orders: 
 	$(BIN)/cldetr shapes --out datasets/shapes
 	$(BIN)/cldetr sweep $(ABLATION:%=configs/ablation/%.yaml) --seeds 0 1 2 --share-first \
 		--out output/ablation --set SCENARIO.ORDER seed LOG_PERIOD 100
+
+bench: setup ## the benchmarks, as the table of docs/performance.md: half an hour on a free core
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/table.py
 
 doctor: setup ## tell what works on this machine
 	$(BIN)/cldetr doctor

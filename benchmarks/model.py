@@ -30,15 +30,12 @@ from detectron2.config import get_cfg
 from detectron2.modeling import build_model
 from hugging_face import inputs, twin, weighted_losses  # type: ignore[import-not-found]
 from measure import peak_mb  # type: ignore[import-not-found]
-from transformers.loss.loss_deformable_detr import DeformableDetrHungarianMatcher
 
 import cldetr
 from cldetr.layers.libraries import op_backends
 from cldetr.modeling import DeformableDETR
-from cldetr.modeling.classification import SigmoidFocal
 from cldetr.modeling.config import add_model_config
-from cldetr.modeling.matcher import Matcher
-from cldetr.modeling.structures import DetrOutput, ImageBatch, Target
+from cldetr.modeling.structures import ImageBatch, Target
 
 CONFIG = Path(__file__).parents[1] / "configs" / "base" / "deformable_detr_r50.yaml"
 SIDES = ("ours", "theirs")
@@ -123,40 +120,6 @@ def compare_speed(contest: Contest, repeat: int) -> dict[str, Any]:
     return result
 
 
-def compare_matching(repeat: int) -> dict[str, float]:
-    """Matching of 6 layers × 4 images, 300 queries, 10 to 30 labels; medians of CPU time in ms."""
-    torch.manual_seed(0)
-    output = DetrOutput(torch.randn(6, 4, 300, 80), torch.rand(6, 4, 300, 4) * 0.4 + 0.1)
-    targets = [
-        Target(torch.randint(0, 80, (count,)), torch.rand(count, 4) * 0.4 + 0.1)
-        for count in (10, 17, 23, 30)
-    ]
-    labels = [{"class_labels": x.labels, "boxes": x.boxes} for x in targets]
-    ours = Matcher(SigmoidFocal())
-    theirs = DeformableDetrHungarianMatcher(class_cost=2, bbox_cost=5, giou_cost=2)
-
-    def match_by_layer() -> list[Any]:
-        layers = zip(output.logits, output.boxes, strict=True)
-        return [theirs({"logits": x, "pred_boxes": y}, labels) for x, y in layers]
-
-    contestants: list[Callable[[], Any]] = [lambda: ours(output, targets), match_by_layer]
-    matches, by_layer = (match() for match in contestants)
-    for layer, pairs in enumerate(by_layer):
-        for image, (queries, _) in enumerate(pairs):
-            found = matches.queries[layer, matches.images == image].sort().values
-            if not torch.equal(found, queries):
-                raise SystemExit("the two sides match otherwise")
-    times: list[list[float]] = [[], []]
-    for _ in range(5 * repeat):
-        for runs, match in zip(times, contestants, strict=True):
-            start = time.process_time()
-            match()
-            runs.append(1000 * (time.process_time() - start))
-    a, b = map(statistics.median, times)
-    print(f"matching: ours {a:.1f} ms, theirs {b:.1f} ms: {b / a:.2f} times as fast")
-    return {"ours": a, "theirs": b, "ratio": b / a}
-
-
 def compare_memory(args: argparse.Namespace) -> dict[str, float]:
     """Peak memory of two training steps, each side in a process of its own, in MB."""
     peaks = {}
@@ -202,7 +165,6 @@ def main() -> None:
         },
         "cpus": os.cpu_count(),
         "compiled_op": op_backends()["cpu"].loaded,
-        "matching_cpu_ms": compare_matching(args.repeat),
         "memory_mb": compare_memory(args),
         **compare_speed(contest, args.repeat),
     }

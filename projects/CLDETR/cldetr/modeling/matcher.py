@@ -83,10 +83,11 @@ class Matcher:
         class_mask: Tensor | None,
     ) -> Tensor:
         """The cost of each label with each query of its own image, (N, L, Q)."""
-        boxes = output.boxes.float()[:, images].transpose(0, 1)  # (N, L, Q, 4)
+        boxes = output.boxes.float()
         wanted = torch.cat([target.boxes for target in targets]).float()[:, None, None]
-        distance = (boxes - wanted).abs().sum(-1)
-        giou = paired_giou(box_cxcywh_to_xyxy(boxes), box_cxcywh_to_xyxy(wanted))
+        distance = (_per_label(boxes, images) - wanted).abs().sum(-1)
+        corners = _per_label(box_cxcywh_to_xyxy(boxes), images)
+        giou = paired_giou(corners, box_cxcywh_to_xyxy(wanted))
         prepared = self.classification.prepare(output.logits.float(), class_mask)
         if all(target.probs is None for target in targets):
             labels = torch.cat([target.labels for target in targets])
@@ -105,6 +106,15 @@ class Matcher:
             for image, target in enumerate(targets)
         ]
         return torch.cat(rows)
+
+
+def _per_label(boxes: Tensor, images: Tensor) -> Tensor:
+    """The boxes (L, B, Q, 4) that each label meets, those of its image, as (N, L, Q, 4).
+
+    Coordinates lie apart in memory: what follows works on one at a time, over long runs.
+    """
+    planes = boxes.permute(3, 1, 0, 2).contiguous()  # (4, B, L, Q)
+    return planes[:, images].permute(1, 2, 3, 0)
 
 
 def _check_finite(cost: np.ndarray, images: Tensor) -> None:
