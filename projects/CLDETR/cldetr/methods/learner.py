@@ -185,28 +185,39 @@ class Learner(nn.Module):
         pseudo = self.pseudo_labels(advice, batched_inputs)
         most = self.detector.num_queries
         merged, counts = merge_batch(truths, pseudo, self.rule, most=most)
-        for target, truth in zip(merged, truths, strict=True):  # ground truth comes first
-            added = target.labels[len(truth) :]
-            self.pseudo_counts += torch.bincount(added, minlength=len(self.pseudo_counts))
+        pairs = zip(merged, truths, strict=True)  # ground truth comes first
+        added = torch.cat([target.labels[len(truth) :] for target, truth in pairs])
+        self.pseudo_counts += torch.bincount(added, minlength=len(self.pseudo_counts))
         self._log(counts, truths)
         return merged
 
     def _recall(self, batched_inputs: list[dict[str, Any]], usable: Tensor) -> list[Target]:
         """Pseudo-labels of a batch from the predictions that its inputs bring."""
         assert self.rule is not None
-        found = []
-        for entry, allowed in zip(batched_inputs, usable, strict=True):
-            kept = entry["predictions"].to(usable.device)
-            height, width = kept.image_size
-            boxes = kept.pred_boxes.tensor
-            boxes = box_xyxy_to_cxcywh(boxes / boxes.new_tensor([width, height, width, height]))
-            scores = boxes.new_zeros(len(boxes), len(allowed))
-            scores[:, self._teacher_classes] = kept.scores
-            background = kept.background[None] if kept.has("background") else None
-            found += make_pseudo_labels(
-                scores[None], boxes[None], background, allowed[None], self.rule, self.progress
+        kept = [entry["predictions"] for entry in batched_inputs]
+        counts = [len(found) for found in kept]
+        sizes = torch.tensor(
+            [[width, height] * 2 for height, width in (x.image_size for x in kept)]
+        )
+        scale = sizes.repeat_interleave(torch.tensor(counts), dim=0)
+        corners = torch.cat([found.pred_boxes.tensor for found in kept]) / scale
+        boxes = box_xyxy_to_cxcywh(corners).to(usable.device).split(counts)
+        scores = torch.zeros(sum(counts), usable.shape[1], device=usable.device)
+        scores[:, self._teacher_classes] = torch.cat([x.scores for x in kept]).to(usable.device)
+        pseudo = []
+        for image, part in enumerate(scores.split(counts)):
+            p_phi = None
+            if kept[image].has("background"):
+                p_phi = kept[image].background.to(usable.device)[None]
+            pseudo += make_pseudo_labels(
+                part[None],
+                boxes[image][None],
+                p_phi,
+                usable[image : image + 1],
+                self.rule,
+                self.progress,
             )
-        return found
+        return pseudo
 
     def _usable(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Classes that may be pseudo-labelled on each image, (B, K)."""

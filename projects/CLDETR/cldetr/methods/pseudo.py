@@ -170,13 +170,30 @@ def candidates(pred: Predictions, rule: PseudoRule) -> Tensor:
 
 def drop_overlapping(pseudo: Target, truth: Target, rule: PseudoRule) -> Target:
     """The subset Q: pseudo-labels whose IoU with every ground-truth box is at most λ (Eq. 3)."""
-    if len(pseudo) == 0 or len(truth) == 0:
-        return pseudo
-    iou = box_iou(box_cxcywh_to_xyxy(pseudo.boxes), box_cxcywh_to_xyxy(truth.boxes))[0]
+    return _drop_in_batch([pseudo], [truth], rule)[0]
+
+
+def _drop_in_batch(
+    pseudos: Sequence[Target], truths: Sequence[Target], rule: PseudoRule
+) -> list[Target]:
+    """`drop_overlapping` of every image at once, in a few operations on the boxes of all."""
+    counts, others = [len(x) for x in pseudos], [len(x) for x in truths]
+    if not any(counts) or not any(others):
+        return list(pseudos)
+    boxes = box_cxcywh_to_xyxy(torch.cat([pseudo.boxes for pseudo in pseudos]))
+    wanted = box_cxcywh_to_xyxy(torch.cat([truth.boxes for truth in truths]))
+    images = torch.arange(len(counts))
+    apart = images.repeat_interleave(torch.tensor(counts))[:, None] != images.repeat_interleave(
+        torch.tensor(others)
+    )
+    iou = box_iou(boxes, wanted)[0].masked_fill(apart.to(boxes.device), -1.0)
     worst = iou.amax(dim=1)
     keep = worst < rule.iou if rule.drop_at_iou else worst <= rule.iou
-    probs = None if pseudo.probs is None else pseudo.probs[keep]
-    return Target(pseudo.labels[keep], pseudo.boxes[keep], probs)
+    found = []
+    for pseudo, clear in zip(pseudos, keep.split(counts), strict=True):
+        probs = None if pseudo.probs is None else pseudo.probs[clear]
+        found.append(Target(pseudo.labels[clear], pseudo.boxes[clear], probs))
+    return found
 
 
 def merge(truth: Target, pseudo: Target, most: int) -> tuple[Target, int]:
@@ -215,8 +232,9 @@ def merge_batch(
 ) -> tuple[list[Target], MergeCounts]:
     """Filters and merges the pseudo-labels of every image of a batch (Eq. 3 and 4)."""
     merged, empty, kept, overlapping, overflow = [], 0, 0, 0, 0
-    for truth, pseudo in zip(truths, pseudos, strict=True):
-        clear = drop_overlapping(pseudo, truth, rule)
+    for truth, pseudo, clear in zip(
+        truths, pseudos, _drop_in_batch(pseudos, truths, rule), strict=True
+    ):
         target, dropped = merge(truth, clear, most)
         merged.append(target)
         joined = len(clear) - dropped
