@@ -16,6 +16,8 @@ from cldetr.errors import InputError
 
 logger = logging.getLogger(__name__)
 
+_REQUEUES = 100  # of a job whose time was over; the run goes on where it was each time
+
 
 @dataclass
 class ClusterRun:
@@ -53,7 +55,9 @@ def run_on_cluster(
     except ImportError as error:
         raise InputError("a cluster needs submitit: pip install submitit") from error
     try:
-        executor = submitit.AutoExecutor(folder=out / "cluster" / "%j", cluster=cluster)
+        executor = submitit.AutoExecutor(
+            folder=out / "cluster" / "%j", cluster=cluster, slurm_max_num_timeout=_REQUEUES
+        )
         executor.update_parameters(**parameters)
     except (RuntimeError, ValueError, NameError, AssertionError, TypeError) as error:
         raise InputError(f"submitit refuses the cluster {cluster!r}: {error}") from error
