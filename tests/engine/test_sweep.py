@@ -81,7 +81,9 @@ def test_runs_wait_for_their_leader_and_a_failure_stops_only_what_needs_it():
 
 def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(tmp_path, tiny_shapes, capsys):
     second = tmp_path / "second.yaml"
-    second.write_text(f"_BASE_: {TINY}\nMETHOD: {{NAME: other, CALIBRATE: {{ENABLED: False}}}}\n")
+    second.write_text(
+        f"_BASE_: {TINY}\nREPORT: True\nMETHOD: {{NAME: other, CALIBRATE: {{ENABLED: False}}}}\n"
+    )
     out = tmp_path / "out"
     words = ["sweep", TINY, str(second), "--seeds", "0", "--share-first", "--out", str(out)]
     assert main([*words, "--set", *tiny_shapes]) == 0
@@ -92,7 +94,8 @@ def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(tmp_path, tin
     assert stage["facts"]["given"] == str(out / "tiny/seed0/phase1/train/model.pth")
     assert (out / "table.tex").read_text().startswith("\\begin{tabular}")
     assert "2 methods on 3+1" in (out / "report/index.html").read_text()
-    assert (out / "tiny/seed0/report/index.html").exists()  # each run draws its own
+    assert (out / "second/seed0/report/index.html").exists()  # drawn by the run itself
+    assert not (out / "tiny/seed0/report").exists()
     before = (out / "tiny/seed0/results.json").stat().st_mtime_ns
     assert main([*words, "--set", *tiny_shapes]) == 0
     assert (out / "tiny/seed0/results.json").stat().st_mtime_ns == before

@@ -110,6 +110,7 @@ def add_cldetr_config(cfg: CN) -> None:
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # the paper keeps images without labels
     cfg.SEED = 0
     cfg.LOG_PERIOD = 20
+    cfg.REPORT = True  # end a run with pictures, diagnostics and a page of it
     cfg.LOG_IMAGES = 3  # images of each stage shown in TensorBoard at every checkpoint; 0: none
 
 

@@ -90,6 +90,7 @@ def recipe_from_cfg(cfg: CfgNode) -> Recipe:
                 "eval_period": cfg.TEST.EVAL_PERIOD,
                 "restrict_eval": cfg.TEST.RESTRICT_IMAGES,
                 "joint_results": cfg.TEST.JOINT_RESULTS,
+                "report": cfg.REPORT,
             },
             "",
         ),

@@ -92,7 +92,7 @@ def _work(args: argparse.Namespace, after_run: AfterRun | None) -> int:
     if comm.is_main_process():
         _log_to(Path(recipe.runtime.output_dir) / "log.txt")
     run.run()
-    if after_run is not None and comm.is_main_process():
+    if after_run is not None and recipe.runtime.report and comm.is_main_process():
         after_run(Path(recipe.runtime.output_dir))
     return 0
 

@@ -136,6 +136,7 @@ class Runtime:
     eval_period: int = 0  # steps; 0 means only at the end of a phase
     restrict_eval: bool = False  # the released code's restricted image set
     joint_results: str = ""  # results.json of a joint run, for the gap to it
+    report: bool = True  # end with pictures, diagnostics and a page of the run
 
 
 @dataclass(frozen=True)
