@@ -8,6 +8,7 @@ from cldetr.report.tables import (
     curve_of,
     differences_from,
     group_runs,
+    mean_of,
     pseudo_per_pass,
     settings_that_differ,
     training_spans,
@@ -71,17 +72,19 @@ def test_runs_that_differ_in_seeds_alone_are_one_group_with_its_interval():
     groups = group_runs([*runs, other])
     assert [len(group.runs) for group in groups] == [3, 1]
     assert [group.label for group in groups] == ["cldetr (cldetr)", "cldetr (k5)"]
-    mean, half = groups[0].final("old")
+    mean, half = mean_of(groups[0].finals("old"))
     assert mean == 30
     assert half == pytest.approx(4.303 * 2 / 3**0.5, rel=1e-3)  # Student's t with 2 degrees
-    assert groups[0].number("fpp") == (10, pytest.approx(half))
+    assert mean_of(groups[0].numbers("fpp")) == (10, pytest.approx(half))
+    assert mean_of([1.0, 3.0]) == (2.0, None)
+    assert mean_of([]) is None
 
 
 def test_points_of_a_curve_are_means_over_the_same_runs():
     behind = two_phases(first=90)
     behind["phases"] = behind["phases"][:1]
     group = Group("x", (run_of(two_phases(40, 28, 50)), run_of(behind)))
-    assert group.curve("old") == [(1, 40.0, None), (2, 28.0, None)]
+    assert group.curve("old") == [(1, 40.0), (2, 28.0)]
 
 
 def test_the_same_run_twice_is_no_repetition_over_seeds():
@@ -95,15 +98,15 @@ def test_unfinished_runs_show_their_phases_but_no_end(tiny_run):
     from cldetr.report.rundir import read_run
 
     group = Group("x", (run_of(results, scenario=read_run(tiny_run).scenario),))
-    assert group.curve("all") == [(1, 40.0, None)]
-    assert group.final("all") is None
-    assert group.number("fpp") is None
+    assert group.curve("all") == [(1, 40.0)]
+    assert group.finals("all") == []
+    assert group.numbers("fpp") == []
 
 
 def test_the_curve_of_old_categories_begins_with_what_there_is_to_forget():
     group = Group("x", (run_of(two_phases(40, 28, 50)),))
-    assert group.curve("old") == [(1, 40.0, None), (2, 28.0, None)]
-    assert group.curve("new") == [(1, 40.0, None), (2, 50.0, None)]
+    assert group.curve("old") == [(1, 40.0), (2, 28.0)]
+    assert group.curve("new") == [(1, 40.0), (2, 50.0)]
 
 
 def test_differences_from_the_paper_name_the_setting_and_both_values():

@@ -24,12 +24,12 @@ from cldetr.report.plotting import (
     style_of,
 )
 from cldetr.report.rundir import Run
-from cldetr.report.tables import SETS, Change, Group, category_changes
+from cldetr.report.tables import SETS, Change, Group, category_changes, mean_of
 
 
 def ap_over_phases(groups: Sequence[Group]) -> Plot | None:
     """AP of all, old and new categories after each phase; None where nothing is evaluated."""
-    most = max((phase for group in groups for phase, _, _ in group.curve("all")), default=0)
+    most = max((phase for group in groups for phase, _ in group.curve("all")), default=0)
     if most == 0:
         return None
     panels = [
@@ -44,21 +44,23 @@ def ap_over_phases(groups: Sequence[Group]) -> Plot | None:
         "curve begins with what the first phase reached."
     )
     if any(len(group.runs) > 1 for group in groups):
-        text += " Several seeds: mean, and 95% interval as band."
+        text += " Several seeds: their mean."
     return Plot("ap_over_phases", "AP over phases", text, panels, _legend(groups))
 
 
 def final_ap(groups: Sequence[Group]) -> Plot | None:
     """Bars of the AP that runs end with, and of what they forgot."""
-    measures: list[tuple[str, list[tuple[float, float | None] | None]]] = [
-        (f"Final AP, {name} categories", [group.final(name) for group in groups]) for name in SETS
+    measures = [
+        (f"Final AP, {name} categories", [group.finals(name) for group in groups]) for name in SETS
     ]
-    measures.append(("Forgetting (FPP, less is better)", [group.number("fpp") for group in groups]))
+    measures.append(
+        ("Forgetting (FPP, less is better)", [group.numbers("fpp") for group in groups])
+    )
     height = 70 + 30 * len(groups)
     panels = [
         Panel(title, functools.partial(_draw_bars, groups, values), height)
         for title, values in measures
-        if any(value is not None for value in values)
+        if any(values)
     ]
     if not panels:
         return None
@@ -67,7 +69,7 @@ def final_ap(groups: Sequence[Group]) -> Plot | None:
         "lost since."
     )
     if any(len(group.runs) > 1 for group in groups):
-        text += " Several seeds: mean and 95% interval."
+        text += " Several seeds: the mean, each run as a dot, the 95% interval from three runs on."
     return Plot("final_ap", "Where the runs end", text, panels)
 
 
@@ -136,16 +138,9 @@ def _draw_phases(groups: Sequence[Group], name: str, most: int, ax: Axes) -> Non
         points = group.curve(name)
         if not points:
             continue
-        phases, means = [p for p, _, _ in points], [m for _, m, _ in points]
+        phases, means = [phase for phase, _ in points], [mean for _, mean in points]
         colour, marker = style_of(place)
         ax.plot(phases, means, color=colour, marker=marker, markersize=5, linewidth=1.8)
-        half = [width or 0.0 for _, _, width in points]
-        if any(half):
-            low = [mean - width for mean, width in zip(means, half, strict=True)]
-            high = [mean + width for mean, width in zip(means, half, strict=True)]
-            ax.fill_between(phases, low, high, color=colour, alpha=0.15, linewidth=0)
-            # Two runs have an interval that would leave no room for the curves.
-            highest = max(highest, min(max(high), 1.5 * max(means)))
         highest = max(highest, *means)
         if len(groups) == 1:
             for phase, mean, above in zip(phases, means, _label_above(means), strict=True):
@@ -164,23 +159,26 @@ def _draw_phases(groups: Sequence[Group], name: str, most: int, ax: Axes) -> Non
     ax.set_ylabel("AP (%)")
 
 
-def _draw_bars(
-    groups: Sequence[Group], values: Sequence[tuple[float, float | None] | None], ax: Axes
-) -> None:
-    for place, value in enumerate(values):
-        if value is None:
-            ax.annotate("n/a", (0, place), xytext=(4, 0), textcoords="offset points", va="center")
-            continue
-        mean, half = value
-        ax.barh(place, mean, height=0.66, color=style_of(place)[0], xerr=half, ecolor=INK)
-        text = signed(mean) if half is None else f"{signed(mean)} ± {half:.1f}"
-        end = max(mean, 0.0) + (half or 0.0)
-        ax.annotate(text, (end, place), xytext=(5, 0), textcoords="offset points", va="center")
-    known = [(value[0], value[1] or 0.0) for value in values if value is not None]
-    low = min(0.0, *(mean - half for mean, half in known))
-    high = max(0.0, *(mean + half for mean, half in known))
-    spread = max(high - low, 1.0)
-    ax.set_xlim(low - 0.05 * spread if low < 0 else 0, high + 0.38 * spread)
+def _draw_bars(groups: Sequence[Group], values: Sequence[Sequence[float]], ax: Axes) -> None:
+    """Bars of means with each run as a dot, the interval where there is one, and both as text."""
+    longest = max(max(found, default=0.0) for found in values)
+    shortest = min(min(found, default=0.0) for found in values)
+    low, high = min(shortest * 1.1, 0.0), max(longest * 1.1, 1.0)
+    beside = ax.get_yaxis_transform()
+    for place, found in enumerate(values):
+        average = mean_of(found)
+        text = "n/a"
+        if average is not None:
+            mean, half = average
+            ax.barh(place, mean, height=0.66, color=style_of(place)[0])
+            if len(found) > 1:
+                ax.scatter(found, [place] * len(found), s=9, color=INK, zorder=3)
+            if half is not None:
+                ends = max(mean - half, low), min(mean + half, high)
+                ax.plot(ends, [place, place], color=INK, linewidth=1, zorder=3)
+            text = signed(mean) if half is None else f"{signed(mean)} ± {half:.1f}"
+        ax.text(1.02, place, text, transform=beside, va="center")
+    ax.set_xlim(low, high)
     name_rows(ax, [group.label for group in groups])
 
 

@@ -11,7 +11,7 @@ from cldetr.report.markup import Markup, tag
 from cldetr.report.page import (
     Section,
     duration,
-    mean_with_interval,
+    number,
     show_plot,
     show_problems,
     show_value,
@@ -19,7 +19,7 @@ from cldetr.report.page import (
     write_page,
 )
 from cldetr.report.rundir import Run
-from cldetr.report.tables import Group, group_runs, settings_that_differ
+from cldetr.report.tables import Group, group_runs, mean_of, settings_that_differ
 
 
 def write_comparison(runs: Sequence[Run], folder: Path) -> Path:
@@ -55,7 +55,10 @@ def _summary(runs: Sequence[Run], groups: Sequence[Group]) -> str:
     ended = sum(run.finished for run in runs)
     text = f"{len(runs)} runs, {ended} of them finished."
     if len(runs) > len(groups):
-        text += " Runs that differ in their seeds alone are taken together: mean ± 95% interval."
+        text += (
+            " Runs that differ in their seeds alone are taken together: mean, and with three or "
+            "more of them its 95% interval."
+        )
     if len({run.scenario_name for run in runs}) > 1:
         text += " They are of different scenarios, so their numbers are not of the same task."
     return text
@@ -71,25 +74,34 @@ def _results(groups: Sequence[Group]) -> Markup:
             count = f"{len(ended)} of {len(group.runs)}"
         times = [sum(stage.number("seconds") or 0.0 for stage in run.stages) for run in ended]
         stages = [stage for run in ended for stage in run.stages]
-        given = " from phase 2" if any(stage.facts.get("given") for stage in stages) else ""
+        given = "*" if any(stage.facts.get("given") for stage in stages) else ""
         rows.append(
             [
                 group.label,
                 count,
-                *(mean_with_interval(group.final("all", key)) for key in ("AP", "AP50", "AP75")),
-                mean_with_interval(group.final("old")),
-                mean_with_interval(group.final("new")),
-                mean_with_interval(group.number("fpp")),
-                mean_with_interval(group.number("average_AP")),
+                *(_mean(group.finals("all", metric)) for metric in ("AP", "AP50", "AP75")),
+                _mean(group.finals("old")),
+                _mean(group.finals("new")),
+                _mean(group.numbers("fpp")),
+                _mean(group.numbers("average_AP")),
                 duration(sum(times) / len(times)) + given if times else "",
             ]
         )
     text = (
         "In percent, after the last phase of finished runs. FPP: points that the categories of the "
         "first phase lost since they were learnt, so less is better. Average AP: the mean over "
-        "phases of the AP on the categories seen by then. Time: of one run, all its stages."
+        "phases of the AP on the categories seen by then. Time: of one run, all "
+        "its stages; * without the first phase, which it took over."
     )
     return Markup(table(header, rows) + tag("p", text, class_="muted"))
+
+
+def _mean(values: Sequence[float]) -> str:
+    found = mean_of(values)
+    if found is None:
+        return "n/a"
+    mean, half = found
+    return number(mean) if half is None else f"{number(mean)} ± {number(half)}"
 
 
 def _settings(groups: Sequence[Group]) -> Section | None:

@@ -159,14 +159,6 @@ def number(value: float | None, plus: bool = False) -> str:
     return "n/a" if value is None else signed(value, plus)
 
 
-def mean_with_interval(value: tuple[float, float | None] | None) -> str:
-    """A mean with the half width of its interval, where there is one."""
-    if value is None:
-        return "n/a"
-    mean, half = value
-    return number(mean) if half is None else f"{number(mean)} ± {number(half)}"
-
-
 def metric_cells(scores: Mapping[str, float | None] | None, metrics: Sequence[str]) -> list[str]:
     """The cells of a set's metrics."""
     return [number(None if scores is None else scores[metric]) for metric in metrics]

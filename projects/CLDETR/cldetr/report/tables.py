@@ -191,8 +191,8 @@ class Group:
     label: str
     runs: tuple[Run, ...]
 
-    def curve(self, name: str) -> list[tuple[int, float, float | None]]:
-        """AP of "all", "old" or "new" by phase: (phase, mean, half width of the 95% interval).
+    def curve(self, name: str) -> list[tuple[int, float]]:
+        """AP of "all", "old" or "new" by phase, as (phase, mean over runs).
 
         The curve of "old" begins with the first phase's own AP: what there is to forget. Only the
         runs that have come furthest count, so that every point is a mean over the same ones.
@@ -205,18 +205,31 @@ class Group:
                 scores = entry["all"] if name == "old" and entry["phase"] == 1 else entry[name]
                 if scores is not None and scores["AP"] is not None:
                     values.setdefault(entry["phase"], []).append(scores["AP"])
-        return [(phase, *mean_interval(found)) for phase, found in sorted(values.items())]
+        return [(phase, sum(found) / len(found)) for phase, found in sorted(values.items())]
 
-    def final(self, name: str, metric: str = "AP") -> tuple[float, float | None] | None:
-        """The mean over runs of a set's metric after the last phase, and its 95% interval."""
-        ended = [run.results for run in self.runs if run.results and run.finished]
-        sets = [results["phases"][-1][name] for results in ended]
-        return _mean([None if scores is None else scores[metric] for scores in sets])
+    def finals(self, name: str, metric: str = "AP") -> list[float]:
+        """A set's metric after the last phase, of each finished run."""
+        sets = [
+            run.results["phases"][-1][name] for run in self.runs if run.results and run.finished
+        ]
+        return [value for scores in sets if scores and (value := scores[metric]) is not None]
 
-    def number(self, key: str) -> tuple[float, float | None] | None:
+    def numbers(self, key: str) -> list[float]:
         """The same of a number of the whole run: "fpp" (its AP), "average_AP", "forgetting"."""
         found = [run.results[key] for run in self.runs if run.results and run.finished]
-        return _mean([value["AP"] if isinstance(value, dict) else value for value in found])
+        values = [value["AP"] if isinstance(value, dict) else value for value in found]
+        return [value for value in values if value is not None]
+
+
+def mean_of(values: Sequence[float]) -> tuple[float, float | None] | None:
+    """The mean and the half width of its 95% interval; None without values.
+
+    Two values have no interval here: Student's t makes it twelve times their deviation.
+    """
+    if not values:
+        return None
+    mean, half = mean_interval(values)
+    return mean, half if len(values) > 2 else None
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
@@ -269,8 +282,3 @@ def _places(folders: Sequence[Path]) -> list[str]:
         if len(set(ends)) == len(ends):
             break
     return ends
-
-
-def _mean(values: Sequence[float | None]) -> tuple[float, float | None] | None:
-    known = [value for value in values if value is not None]
-    return mean_interval(known) if known else None
