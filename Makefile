@@ -31,8 +31,9 @@ demo: setup ## the main job on the embedded data set: under ten minutes on two c
 	$(BIN)/cldetr demo
 
 # The rows of docs/ablation.md; the others are held against the first.
-ABLATION := cldetr completion finetune lwf joint_matching dkd dkd_er joint icarl erd \
-	er_random er_herding er_adaptive kl_instances hard_labels released kd_oracle calibration_oracle
+ABLATION := cldetr completion completion_soft finetune lwf joint_matching dkd dkd_er joint icarl \
+	erd er_random er_herding er_adaptive kl_instances hard_labels released kd_oracle \
+	calibration_oracle cached
 
 ablation: setup ## the paper's ablation on the embedded data set, three orders: hours, resumable
 	$(BIN)/cldetr shapes --out datasets/shapes
