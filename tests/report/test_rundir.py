@@ -120,8 +120,14 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
 
 def test_pictures_come_with_their_captions(copy):
     (copy / "pictures").mkdir()
-    for name in ("b_2.png", "b_10.png", "a.png", "notes.txt"):
+    for name in ("b_2.png", "b_10.png", "a.png", "phase1_x.png", "phase2_x.png", "notes.txt"):
         (copy / "pictures" / name).write_bytes(b"")
     (copy / "pictures/captions.json").write_text('{"a.png": "What the teacher sees"}')
     found = [(path.name, caption) for path, caption in read_run(copy).pictures]
-    assert found == [("a.png", "What the teacher sees"), ("b_2.png", "b 2"), ("b_10.png", "b 10")]
+    assert found == [
+        ("phase2_x.png", "phase2 x"),
+        ("phase1_x.png", "phase1 x"),
+        ("a.png", "What the teacher sees"),
+        ("b_2.png", "b 2"),
+        ("b_10.png", "b 10"),
+    ]

@@ -17,9 +17,9 @@ from cldetr.report.markup import Content, Markup, tag
 from cldetr.report.plotting import Plot, signed
 
 _STYLE = Path(__file__).with_name("style.css")
-_MOST_PICTURES = 24
+_MOST_PICTURES, _FIRST_PICTURES = 24, 8  # on a page, and of these at once
 _GLYPHS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★"}
-_WIDEST = 1200  # pixels of an embedded picture
+_WIDEST = 1600  # pixels of an embedded picture
 
 
 @dataclass(frozen=True)
@@ -135,15 +135,21 @@ def show_pictures(pictures: Sequence[tuple[Path, str]], problems: list[str]) -> 
     shown = []
     for path, caption in pictures[:_MOST_PICTURES]:
         try:
-            source = _embed(path)
+            source, broad = _embed(path)
         except (OSError, ValueError, SyntaxError) as error:
             problems.append(f"{path.parent.name}/{path.name}: {error}")
             continue
-        image = tag("img", src=source, alt=caption, loading="lazy")
-        shown.append(tag("figure", image, tag("figcaption", caption)))
+        image = tag("img", src=source, alt=caption, class_="broad" if broad else None)
+        frame = tag("div", image, class_="frame")
+        shown.append(tag("figure", frame, tag("figcaption", caption)))
     more = len(pictures) - _MOST_PICTURES
     note = tag("p", f"… and {more} more in the run directory.", class_="muted") if more > 0 else ""
-    return Markup(tag("div", shown, class_="pictures") + note)
+    rest = Markup("")
+    if shown[_FIRST_PICTURES:]:
+        count = len(shown) - _FIRST_PICTURES
+        hidden = tag("div", shown[_FIRST_PICTURES:], class_="pictures")
+        rest = tag("details", tag("summary", f"{count} more pictures"), hidden)
+    return Markup(tag("div", shown[:_FIRST_PICTURES], class_="pictures") + rest + note)
 
 
 def show_problems(problems: Sequence[str]) -> Markup:
@@ -189,15 +195,20 @@ def show_value(value: object) -> str:
     return str(value) or "none"
 
 
-def _embed(path: Path) -> str:
-    """A picture as a data address, made smaller where it is larger than a page shows."""
+def _embed(path: Path) -> tuple[str, bool]:
+    """A picture as a data address, and whether it is broad.
+
+    It stays as it is, or becomes WebP where that is less, in a width that a page can show.
+    """
     with Image.open(path) as image:
         image.load()
-        if image.width <= _WIDEST:
-            content = path.read_bytes()
-        else:
-            size = (_WIDEST, round(image.height * _WIDEST / image.width))
-            stream = io.BytesIO()
-            image.convert("RGB").resize(size, Image.Resampling.LANCZOS).save(stream, "PNG")
-            content = stream.getvalue()
-    return f"data:image/png;base64,{base64.b64encode(content).decode()}"
+        width = min(image.width, _WIDEST)
+        size = (width, max(round(image.height * width / image.width), 1))
+        small = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
+    stream = io.BytesIO()
+    small.save(stream, "WEBP", quality=82)
+    kind, content = "webp", stream.getvalue()
+    if path.stat().st_size <= len(content):
+        kind, content = "png", path.read_bytes()
+    address = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    return address, size[0] > 1.5 * size[1]

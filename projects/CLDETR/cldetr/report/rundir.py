@@ -204,7 +204,7 @@ class _Reader:
 
     def _pictures(self, name: str) -> list[tuple[Path, str]]:
         captions = self._attempt(read_json, f"{name}/captions.json") or {}
-        files = sorted((self.folder / name).glob("*.png"), key=_natural)
+        files = sorted((self.folder / name).glob("*.png"), key=_latest_first)
         plain = re.compile(r"[_\W]+")
         return [
             (file, str(captions.get(file.name, plain.sub(" ", file.stem).strip())))
@@ -319,6 +319,12 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
                 yield child
             elif depth > 1:
                 yield from _runs_below(child, depth - 1)
+
+
+def _latest_first(path: Path) -> tuple[int, list[tuple[str, int]]]:
+    """Sorts pictures of the last phase to the front: they tell most."""
+    phase = re.match(r"phase(\d+)", path.name)
+    return -int(phase[1]) if phase else 0, _natural(path)
 
 
 def _natural(path: Path) -> list[tuple[str, int]]:
