@@ -24,10 +24,11 @@ MAY_IMPORT = {
     "drawing": (),
     "engine": ("config", "data", "methods", "drawing"),
     "predict": ("engine",),
+    "export": ("predict",),
     "report": ("engine", "predict"),
     "doctor": ("engine",),
     "train": ("report",),
-    "commands": ("report", "doctor"),
+    "commands": ("report", "doctor", "export"),
     "cli": ("commands",),
 }
 

@@ -23,6 +23,7 @@ COMMANDS = {
     "exemplars": "choose the exemplars of a data set",
     "sweep": "run configs over several seeds and tabulate means with their confidence",
     "predict": "find objects in images with a trained detector",
+    "export": "write a detector as a file that PyTorch runs without this package",
     "report": "draw the page of a run, or one that compares several",
     "pictures": "draw pseudo-labels, their matching, and predictions of a run",
     "diagnose": "tell how good pseudo-labels are by K, λ and score, and which to take",

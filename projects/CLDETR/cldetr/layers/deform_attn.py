@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from cldetr.layers.ms_deform_attn import ms_deform_attn
+from cldetr.layers.ms_deform_attn import ms_deform_attn, sample_levels
 
 
 class MSDeformAttn(nn.Module):
@@ -24,6 +24,9 @@ class MSDeformAttn(nn.Module):
         self.heads = heads
         self.levels = levels
         self.points = points
+        # Height and width of each level where they never change and the operator shall be written
+        # out in PyTorch's own, as for an exported model; None: the operator.
+        self.fixed_sizes: list[list[int]] | None = None
         self.sampling_offsets = nn.Linear(dim, heads * levels * points * 2)
         self.attention_weights = nn.Linear(dim, heads * levels * points)
         self.value_proj = nn.Linear(dim, dim)
@@ -73,6 +76,8 @@ class MSDeformAttn(nn.Module):
         locations = self._locations(query, reference_points, spatial_shapes)
         weights = F.softmax(self.attention_weights(query).unflatten(-1, (self.heads, -1)), dim=-1)
         weights = weights.unflatten(-1, (self.levels, self.points))
+        if self.fixed_sizes is not None:
+            return self.output_proj(sample_levels(value, self.fixed_sizes, locations, weights))
         return self.output_proj(ms_deform_attn(value, spatial_shapes, locations, weights))
 
     def _locations(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:

@@ -75,6 +75,16 @@ def ms_deform_attn_reference(
 ) -> Tensor:
     """Computes `ms_deform_attn` with PyTorch alone, on any device, with PyTorch's own gradients."""
     sizes = _check_inputs(value, spatial_shapes, sampling_locations, attention_weights)
+    return sample_levels(value, sizes, sampling_locations, attention_weights)
+
+
+def sample_levels(
+    value: Tensor,
+    sizes: list[list[int]],
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+) -> Tensor:
+    """Computes `ms_deform_attn` with PyTorch alone, of levels whose height and width are known."""
     images, _, heads, channels = value.shape
     queries = sampling_locations.shape[1]
     sampled = [  # L × (N·M, D, Q, P)
