@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from cldetr.engine.checkpoint import load_into, load_state
 from cldetr.engine.evaluation import IncrementalEvaluator
+from cldetr.engine.from_run import final_weights
 from cldetr.engine.recipe import Recipe
 from cldetr.engine.rundata import RunData
 from cldetr.errors import InputError
@@ -43,8 +44,8 @@ def score_detector(
 def score_weights(recipe: Recipe) -> dict[str, Any]:
     """`--eval-only`: evaluates MODEL.WEIGHTS, or else the newest model of the run directory."""
     root = Path(recipe.runtime.output_dir)
-    path = recipe.model.weights or _newest_model(root)
     data = RunData(recipe)
+    path = recipe.model.weights or _newest_model(root, len(data.scenario.phases))
     state = load_state(path)
     phase = int(state.get("cldetr", {}).get("phase", len(data.scenario.phases)))
     if not 1 <= phase <= len(data.scenario.phases):
@@ -58,10 +59,10 @@ def score_weights(recipe: Recipe) -> dict[str, Any]:
     return score_detector(detector, data, phase, recipe.runtime.restrict_eval)
 
 
-def _newest_model(root: Path) -> str:
-    """The last stage's weights that a run has finished."""
-    for phase in sorted(root.glob("phase*"), key=lambda path: path.name, reverse=True):
-        for stage in ("calibrate", "train"):
-            if (phase / stage / "stage.json").exists():
-                return str(phase / stage / "model.pth")
+def _newest_model(root: Path, phases: int) -> str:
+    """The last phase's weights that a run has finished."""
+    for phase in range(phases, 0, -1):
+        path = final_weights(root, phase)
+        if path is not None:
+            return str(path)
     raise InputError(f"{root} holds no finished model: set MODEL.WEIGHTS to the one to evaluate")
