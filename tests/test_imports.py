@@ -13,7 +13,7 @@ ROOT = Path(cldetr.__file__).parent
 # may import. A new module at the top of the package takes its place here.
 MAY_IMPORT = {
     "errors": (),
-    "files": (),
+    "files": ("errors",),
     "grouping": ("errors",),
     "scenario": ("grouping", "errors", "files"),
     "data": ("scenario",),

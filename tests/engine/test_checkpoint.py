@@ -17,6 +17,7 @@ from cldetr.engine.checkpoint import (
     save_state,
 )
 from cldetr.errors import InputError
+from cldetr.files import sha256_file
 
 
 def state(step):
@@ -29,7 +30,7 @@ def test_the_newest_of_several_is_loaded_and_old_ones_go(tmp_path):
     found = latest_checkpoint(tmp_path)
     assert found.step == 30
     assert found.state["model"]["weight"].tolist() == [30, 30, 30]
-    assert len(list(tmp_path.glob("*.pth"))) == 2
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["step_00000020", "step_00000030"]
 
 
 def test_no_checkpoint_is_none(tmp_path):
@@ -40,7 +41,7 @@ def test_no_checkpoint_is_none(tmp_path):
 def test_a_damaged_newest_falls_back_and_says_what_is_lost(tmp_path, damage, caplog):
     save_checkpoint(tmp_path, 10, state(10))
     save_checkpoint(tmp_path, 25, state(25))
-    path = tmp_path / "step_00000025.pth"
+    path = tmp_path / "step_00000025/state.pth"
     content = bytearray(path.read_bytes())
     if damage == "flip":
         content[len(content) // 2] ^= 1
@@ -56,15 +57,45 @@ def test_a_damaged_newest_falls_back_and_says_what_is_lost(tmp_path, damage, cap
 
 def test_when_all_are_damaged_it_stops(tmp_path):
     save_checkpoint(tmp_path, 10, state(10))
-    (tmp_path / "step_00000010.pth").write_bytes(b"x")
+    (tmp_path / "step_00000010/state.pth").write_bytes(b"x")
     with pytest.raises(InputError, match="no checkpoint in"):
         latest_checkpoint(tmp_path)
 
 
-def test_a_checkpoint_without_digest_did_not_happen(tmp_path):
-    save_checkpoint(tmp_path, 10, state(10))
-    save_state(tmp_path / "step_00000020.pth", state(20))
+@pytest.mark.parametrize("other", [b"", b'{"step": 16, "sha256": "0"}\n'])
+def test_a_changed_digest_is_damage_and_falls_back(tmp_path, other):
+    for step in (10, 20):
+        save_checkpoint(tmp_path, step, state(step))
+    (tmp_path / "step_00000020/digest.json").write_bytes(other)
     assert latest_checkpoint(tmp_path).step == 10
+
+
+def test_a_checkpoint_that_lost_its_digest_is_not_taken_for_a_fresh_start(tmp_path):
+    save_checkpoint(tmp_path, 10, state(10))
+    (tmp_path / "step_00000010/digest.json").unlink()
+    with pytest.raises(InputError, match="no checkpoint in"):
+        latest_checkpoint(tmp_path)
+
+
+def test_a_step_that_was_passed_over_is_saved_anew(tmp_path):
+    for step in (10, 20, 30):
+        save_checkpoint(tmp_path, step, state(step))
+    (tmp_path / "step_00000030/state.pth").write_bytes(b"x")
+    save_checkpoint(tmp_path, 25, state(25))  # stopped on the way there
+    assert latest_checkpoint(tmp_path).step == 25
+    save_checkpoint(tmp_path, 30, state(30))
+    assert latest_checkpoint(tmp_path).step == 30
+
+
+def test_files_of_another_version_are_not_taken_for_a_fresh_start(tmp_path):
+    (tmp_path / "step_00000010.pth").write_bytes(b"x")
+    with pytest.raises(InputError, match="no checkpoint of this version"):
+        latest_checkpoint(tmp_path)
+
+
+def test_the_same_state_makes_the_same_bytes(tmp_path):
+    digests = [save_state(tmp_path / name / "x.pth", state(3)) for name in "ab"]
+    assert digests[0] == digests[1] == sha256_file(tmp_path / "a/x.pth")
 
 
 class Malice:

@@ -26,7 +26,7 @@ def test_two_processes_stop_resume_and_end_near_one(tiny_shapes, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     still = [*tiny_shapes, "MODEL.DETR.DROPOUT", "0.0"]  # each process drops out its own units
     pair = start(two, still, "--num-gpus", "2")
-    wait_for(two / "phase2/train/checkpoints/step_00000002.json", pair)
+    wait_for(two / "phase2/train/checkpoints/step_00000002", pair)
     pair.send_signal(signal.SIGTERM)
     finish(pair, 143)
     alone = start(one, still)

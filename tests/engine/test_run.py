@@ -163,7 +163,7 @@ def test_a_crash_at_the_end_of_every_stage_changes_nothing(
 
 def test_kill_and_sigterm_are_survived(finished, tiny_shapes, tmp_path):
     first = start(tmp_path, tiny_shapes)
-    wait_for(tmp_path / "phase1/train/checkpoints/step_00000002.json", first)
+    wait_for(tmp_path / "phase1/train/checkpoints/step_00000002", first)
     first.kill()
     first.wait()
     second = start(tmp_path, tiny_shapes, "--resume")

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from cldetr.errors import InputError
+
+# What a write fails with that the user can mend: no room, no permission, a broken disk.
+DISK_ERRORS = frozenset(
+    {
+        *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        *(errno.EROFS, errno.EACCES, errno.EIO, errno.ENOTDIR, errno.EISDIR),
+    }
+)
 
 
 @contextmanager
@@ -16,18 +29,65 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Yields a temporary path beside `path` that becomes `path` when the block ends well.
 
     The content is on disk (fsync) before the rename and the rename is on disk before this returns.
-    When the block raises, the partial file is removed and an existing `path` stays as it was.
+    When the block raises, the partial file is removed and an existing `path` stays as it was; a
+    write that fails, on a full disk say, is an `InputError`.
     """
     final = Path(path)
-    final.parent.mkdir(parents=True, exist_ok=True)
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
+        final.parent.mkdir(parents=True, exist_ok=True)
         yield partial
         _fsync(partial)
         os.replace(partial, final)
         _fsync(final.parent)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise disk_error(error, final) from error
     finally:
-        partial.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            partial.unlink()
+
+
+@contextmanager
+def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yields a temporary folder beside `path` that becomes `path`, with all files in it, at once.
+
+    An existing `path` is removed just before. When the block raises, the temporary one goes.
+    """
+    final = Path(path)
+    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
+    try:
+        partial.mkdir(parents=True)
+        yield partial
+        _fsync(partial)
+        if final.exists():
+            shutil.rmtree(final)
+        os.rename(partial, final)
+        _fsync(final.parent)
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        raise disk_error(error, final) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> InputError:
+    """What to say when a file, of a known name or not, cannot be written."""
+    return InputError(
+        f"cannot write {path or error.filename or 'a file'}: {error.strerror}. What was saved "
+        "before is kept; make room or mend the disk, and where it was a run go on with --resume"
+    )
+
+
+def remove_partials(root: str | os.PathLike[str]) -> None:
+    """Removes what killed processes left half written below a folder that this process owns."""
+    for path in Path(root).rglob(".*.partial"):
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def write_json(path: str | os.PathLike[str], content: Any, indent: int | None = 1) -> None:

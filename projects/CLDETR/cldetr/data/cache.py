@@ -19,6 +19,7 @@ import numpy as np
 
 from cldetr.data.texts import PackedTexts
 from cldetr.data.validate import LoadReport
+from cldetr.errors import InputError
 from cldetr.files import atomic_path
 from cldetr.scenario import Category
 
@@ -84,7 +85,7 @@ def write_cache(path: Path, fields: Mapping[str, Any]) -> None:
         with atomic_path(path) as partial, partial.open("wb") as stream:
             stream.write(buffer.getbuffer())
             stream.write(hashlib.sha256(buffer.getbuffer()).digest())
-    except OSError as error:
+    except (OSError, InputError) as error:
         logger.warning("no cache could be written at %s (%s)", path, error)
 
 

@@ -7,16 +7,20 @@ or processes sees the same samples, and a resumed run continues with the very ne
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from detectron2.data.samplers import InferenceSampler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from cldetr.data.mapper import Mapper
 from cldetr.errors import InputError
+
+_LINGER = 60  # seconds that a worker outlives a SIGTERM
 
 
 class Entries(Protocol):
@@ -111,7 +115,7 @@ def train_loader(
         batch_sampler=StepSampler(first, last, dataset.order.batch, rank, world),
         num_workers=workers,
         collate_fn=_as_list,
-        worker_init_fn=_one_thread,
+        worker_init_fn=_start_worker,
         pin_memory=pin_memory,
         # Its own generator: the loader must not draw from the stream that drives dropout.
         generator=torch.Generator().manual_seed(0),
@@ -132,9 +136,29 @@ class MappedDataset(Dataset):
         return self.mapper(self.entries[index])
 
 
+def evaluation_loader(dataset: MappedDataset, workers: int = 0) -> DataLoader:
+    """Loads entries one by one in order, each process its share."""
+    return DataLoader(
+        dataset,
+        batch_size=1,
+        sampler=InferenceSampler(len(dataset)),
+        num_workers=workers,
+        collate_fn=_as_list,
+        worker_init_fn=_start_worker,
+    )
+
+
 def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return batch
 
 
-def _one_thread(worker: int) -> None:
+def _start_worker(worker: int) -> None:
+    """Sets up a worker: one thread, and the main process alone decides when it ends.
+
+    Ctrl-C and batch systems signal every process of a run. A worker that died of it would take the
+    step with it that the main process finishes before it saves. SIGTERM still ends a worker, later:
+    this is how the loader gets rid of one that hangs.
+    """
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda signum, frame: signal.alarm(_LINGER))

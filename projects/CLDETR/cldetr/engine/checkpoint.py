@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import logging
 import os
 import pickle
+import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from cldetr.errors import InputError
-from cldetr.files import atomic_path, sha256_file, write_json
+from cldetr.files import atomic_folder, atomic_path, sha256_file
 
 logger = logging.getLogger(__name__)
 
+_STATE, _DIGEST = "state.pth", "digest.json"  # the files of a checkpoint
+_NAME = re.compile(r"step_\d{8,}")
 _KEEP = 2  # checkpoints of a stage that are kept: the newest and one to fall back on
 
 
@@ -35,17 +39,16 @@ class Checkpoint:
 def save_state(path: Path, state: Mapping[str, Any]) -> str:
     """Writes a dictionary of tensors and plain data atomically; returns the file's SHA-256.
 
-    Where the disk is full or broken, the partial file is removed and older ones stay.
+    The same state makes the same bytes. Where the disk is full or broken, the partial file is
+    removed and older ones stay.
     """
-    try:
-        with atomic_path(path) as partial:
-            torch.save(dict(state), partial)
-    except (OSError, RuntimeError) as error:  # torch's writer raises RuntimeError on a full disk
-        raise InputError(
-            f"cannot write {path}: {str(error).splitlines()[0]}. What was saved before is kept; "
-            "make room on the disk and go on with --resume"
-        ) from error
-    return sha256_file(path)
+    with atomic_path(path) as partial, open(partial, "wb") as stream:
+        target = _Digesting(stream)
+        try:
+            torch.save(dict(state), target)
+        except RuntimeError as error:  # torch's own word for a write that failed
+            raise target.failure or error from None
+    return target.digest.hexdigest()
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -59,8 +62,9 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
                 state = _ArrayUnpickler(stream, encoding="latin1").load()
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
-        raise InputError(f"cannot load {path}: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # a damaged pickle raises anything
+        reason = str(error).partition("\n")[0]
+        raise InputError(f"cannot load {path}: {type(error).__name__}: {reason}") from error
     if not isinstance(state, dict):
         raise InputError(f"{path} holds a {type(state).__name__}, not a checkpoint's dictionary")
     return state
@@ -69,14 +73,15 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
 def save_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
     """Saves the state after `step` steps beside older ones, then removes the oldest.
 
-    The digest is written last: a checkpoint without one did not happen.
+    A checkpoint is a folder with the state and its digest, there with both or not at all.
     """
-    path = folder / f"step_{step:08d}.pth"
-    digest = save_state(path, state)
-    write_json(path.with_suffix(".json"), {"step": step, "sha256": digest})
-    for old in sorted(folder.glob("step_*.json"))[:-_KEEP]:
-        old.unlink()
-        old.with_suffix(".pth").unlink(missing_ok=True)
+    with atomic_folder(folder / f"step_{step:08d}") as partial:
+        digest = save_state(partial / _STATE, state)
+        (partial / _DIGEST).write_bytes(_digest_text(step, digest))
+    saved = _saved(folder)
+    later = [path for path in saved if _step_of(path) > step]  # damaged: they were passed over
+    for old in [*later, *[path for path in saved if path not in later][:-_KEEP]]:
+        shutil.rmtree(old)
 
 
 def latest_checkpoint(folder: Path) -> Checkpoint | None:
@@ -85,27 +90,26 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     A damaged checkpoint is passed over with a warning that says how many steps are lost. When all
     are damaged this stops: starting the stage anew is the user's decision.
     """
-    marks = sorted(folder.glob("step_*.json"), reverse=True)
+    saved = _saved(folder)
     damaged: list[str] = []
-    newest = _step_of(marks[0]) if marks else 0
-    for mark in marks:
-        path = mark.with_suffix(".pth")
+    for path in reversed(saved):
+        step = _step_of(path)
         try:
-            stored = json.loads(mark.read_text(encoding="utf-8"))
-            if stored["sha256"] != sha256_file(path):
-                raise InputError(f"{path.name} is damaged: its checksum differs")
-            state = load_state(path)
-        except (InputError, OSError, ValueError, KeyError, TypeError) as error:
+            text = (path / _DIGEST).read_bytes()
+            if text != _digest_text(step, sha256_file(path / _STATE)):
+                raise InputError("damaged, its checksum differs")
+            state = load_state(path / _STATE)
+        except (InputError, OSError) as error:
             damaged.append(f"{path.name}: {error}")
             continue
         if damaged:
             logger.warning(
                 "%s; going back to step %d, %d steps are lost",
                 "; ".join(damaged),
-                stored["step"],
-                newest - stored["step"],
+                step,
+                _step_of(saved[-1]) - step,
             )
-        return Checkpoint(int(stored["step"]), path, state)
+        return Checkpoint(step, path, state)
     if damaged:
         raise InputError.listing(
             f"no checkpoint in {folder} can be read (delete the folder to train the stage anew):",
@@ -117,6 +121,8 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
 def load_into(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
     """Loads weights that must fit exactly; names what does not."""
     current = model.state_dict()
+    if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
+        raise InputError(f"{origin} does not hold weights")
     problems = [f"missing: {key}" for key in current if key not in state]
     problems += [f"unexpected: {key}" for key in state if key not in current]
     problems += [
@@ -134,8 +140,45 @@ def finite(tensors: Sequence[Tensor]) -> bool:
     return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
-def _step_of(mark: Path) -> int:
-    return int(mark.stem.removeprefix("step_"))
+def _saved(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, oldest first; anything else in it is refused."""
+    found = sorted(path for path in folder.glob("*") if not path.name.startswith("."))
+    strange = [path.name for path in found if not _NAME.fullmatch(path.name)]
+    if strange:
+        raise InputError.listing(
+            f"{folder} holds what is no checkpoint of this version (remove it; without the folder "
+            "the stage is trained anew):",
+            strange,
+        )
+    return found
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
+
+
+def _digest_text(step: int, digest: str) -> bytes:
+    return f'{{"step": {step}, "sha256": "{digest}"}}\n'.encode()
+
+
+class _Digesting:
+    """A stream that computes the SHA-256 of what is written to it, and keeps its first error."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self.stream = stream
+        self.digest = hashlib.sha256()
+        self.failure: OSError | None = None
+
+    def write(self, content: bytes) -> int:
+        self.digest.update(content)
+        try:
+            return self.stream.write(content)
+        except OSError as error:
+            self.failure = self.failure or error
+            raise
+
+    def flush(self) -> None:
+        self.stream.flush()
 
 
 class _ArrayUnpickler(pickle.Unpickler):

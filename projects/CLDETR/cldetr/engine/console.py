@@ -36,7 +36,7 @@ class StageWriter(EventWriter):
         """Logs the line of the present step, once."""
         storage = get_event_storage()
         step = storage.iter - self.offset + 1
-        if step > self.steps or step == self._last:
+        if step > self.steps or step == self._last or "lr" not in storage.histories():
             return
         self._last = step
         losses = {key: self._median(storage, key) for key in storage.histories() if "loss" in key}

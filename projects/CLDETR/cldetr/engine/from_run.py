@@ -14,7 +14,7 @@ from cldetr.data.mapper import Augmentation
 from cldetr.engine.checkpoint import latest_checkpoint, load_state
 from cldetr.engine.from_lazy import model_from_tree
 from cldetr.engine.from_yaml import model_from_description
-from cldetr.engine.ledger import read_json
+from cldetr.engine.ledger import read_recipe
 from cldetr.engine.recipe import ModelSettings, Recipe, Runtime
 from cldetr.engine.settings import build_settings
 from cldetr.errors import InputError
@@ -39,7 +39,7 @@ def recipe_of_run(root: str | os.PathLike[str], device: str = "auto") -> Recipe:
     path = Path(root) / "recipe.json"
     if not path.is_file():
         raise InputError(f"{root} is no run directory: it has no recipe.json")
-    identity = read_json(path)["identity"]
+    identity = read_recipe(path)
     hints = typing.get_type_hints(Recipe)
     sections = {
         name: build_settings(hints[name], identity[name], name)
@@ -72,7 +72,7 @@ def model_of_weights(
     if "model" in meta:
         augmentation = build_settings(Augmentation, meta["augmentation"], "augmentation")
         return restore_model(meta["model"], augmentation.format), augmentation
-    for folder in list(Path(path).absolute().parents)[:4]:  # RUN/phase1/train/checkpoints/x.pth
+    for folder in list(Path(path).absolute().parents)[:5]:  # RUN/phase1/train/checkpoints/x/y.pth
         if (folder / "recipe.json").is_file():
             recipe = recipe_of_run(folder)
             return recipe.model, recipe.augmentation

@@ -30,7 +30,7 @@ from detectron2.utils import comm
 from cldetr.engine.environment import environment
 from cldetr.engine.recipe import Recipe, check_identity
 from cldetr.errors import InputError
-from cldetr.files import sha256_file, write_json
+from cldetr.files import remove_partials, sha256_file, sha256_json, write_json
 
 STAGES = ("train", "select", "calibrate", "evaluate")
 _LEAST_FREE = 200 << 20  # bytes; a start below this would fail at the first checkpoint
@@ -64,7 +64,8 @@ class Ledger:
                 "leave --resume out to start one"
             )
         if resume:
-            check_identity(read_json(stored)["identity"], recipe)
+            check_identity(read_recipe(stored), recipe)
+            remove_partials(self.root)
         else:
             write_json(stored, {"identity": recipe.identity(), "fingerprint": recipe.fingerprint()})
         self._note_start(recipe.runtime.device)
@@ -75,13 +76,31 @@ class Ledger:
             self._lock_file.close()
             self._lock_file = None
 
-    def finished(self, phase: int, stage: str) -> dict[str, Any] | None:
-        """The facts of a finished stage whose outputs are all as it left them, else None."""
+    def finished(
+        self, phase: int, stage: str, inputs: Mapping[str, str] | None = None
+    ) -> dict[str, Any] | None:
+        """The record of a finished stage whose outputs are all as it left them, else None.
+
+        Args:
+            phase: its phase.
+            stage: its name.
+            inputs: digests of what it would be made from now; other ones are refused.
+        """
         folder = self.folder(phase, stage)
         if not (folder / "stage.json").exists():
             return None
-        record = read_json(folder / "stage.json")
-        problems = []
+        record = _read_record(folder / "stage.json")
+        problems = [
+            f"{key} was {record['inputs'].get(key, 'absent')[:12]}…, is now {digest[:12]}…"
+            for key, digest in (inputs or {}).items()
+            if record["inputs"].get(key) != digest
+        ]
+        if problems:
+            raise InputError.listing(
+                f"phase {phase}, {stage} was made from something else than the run holds now "
+                f"(restore it, or delete {folder} and all later stages to do them again):",
+                problems,
+            )
         for name, digest in record["outputs"].items():
             path = folder / name
             if not path.is_file():
@@ -121,7 +140,7 @@ class Ledger:
             "outputs": {name: sha256_file(folder / name) for name in outputs},
             "facts": dict(facts),
         }
-        write_json(folder / "stage.json", record)
+        write_json(folder / "stage.json", {**record, "hash": sha256_json(record)})
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
     def _note_start(self, device: str) -> None:
@@ -161,6 +180,29 @@ class Ledger:
         self._lock_file.truncate(0)
         self._lock_file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         self._lock_file.flush()
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """Reads the identity of a run from its recipe.json."""
+    content = read_json(path)
+    identity = content.get("identity")
+    if not isinstance(identity, dict) or content.get("fingerprint") != sha256_json(identity):
+        raise InputError(
+            f"{path} is damaged: its checksum differs. Restore it, or start in a new OUTPUT_DIR"
+        )
+    return identity
+
+
+def _read_record(path: Path) -> dict[str, Any]:
+    record = read_json(path)
+    stated = record.pop("hash", None)
+    whole = stated is None or stated == sha256_json(record)  # None: from before there were hashes
+    if not whole or record.keys() != {"phase", "stage", "inputs", "outputs", "facts"}:
+        raise InputError(
+            f"{path} is damaged: its checksum differs. Restore it, or delete its folder and all "
+            "later stages to do them again"
+        )
+    return record
 
 
 def read_json(path: Path) -> dict[str, Any]:

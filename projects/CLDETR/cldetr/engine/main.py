@@ -27,7 +27,9 @@ from cldetr.engine.recipe import Recipe
 from cldetr.engine.results import format_entry
 from cldetr.engine.run import IncrementalRun
 from cldetr.engine.scoring import score_weights
+from cldetr.engine.trainer import Interrupted
 from cldetr.errors import InputError
+from cldetr.files import DISK_ERRORS, disk_error
 
 logger = logging.getLogger("cldetr")
 
@@ -38,6 +40,7 @@ AfterRun = Callable[[Path], None]  # what is done with the directory of a run th
 def main(argv: Sequence[str] | None = None, after_run: AfterRun | None = None) -> int:
     """Runs `train_net.py`; returns its exit status (2 for what the user can mend)."""
     args = _parser().parse_args(argv)
+    _stop_at_once()
     try:
         read_recipe(args)  # a misspelt key is told before processes start
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -45,9 +48,8 @@ def main(argv: Sequence[str] | None = None, after_run: AfterRun | None = None) -
         if args.num_machines * args.num_gpus > 1:
             return _launch(args, after_run)
         return _work(args, after_run)
-    except InputError as error:
-        print(f"train_net.py: {error}", file=sys.stderr)
-        return 2
+    except (InputError, OSError) as error:
+        return _tell(error)
 
 
 def read_recipe(args: argparse.Namespace) -> Recipe:
@@ -82,6 +84,8 @@ def _work(args: argparse.Namespace, after_run: AfterRun | None) -> int:
     rank = comm.get_rank()
     setup_logger(name="cldetr", distributed_rank=rank)
     setup_logger(name="detectron2", distributed_rank=rank).setLevel(logging.WARNING)
+    # It would print the traceback of what is told in a line, and of the rest a second time.
+    logging.getLogger("detectron2.engine.train_loop").setLevel(logging.CRITICAL)
     recipe = _on_device(read_recipe(args))
     if args.eval_only:
         entry = score_weights(recipe)
@@ -156,9 +160,29 @@ def _pass_on(signum: int, frame: FrameType | None) -> None:
             os.kill(child.pid, signum)
 
 
+def _stop_at_once() -> None:
+    """Makes SIGTERM and SIGINT end the process with the usual statuses while nothing is to save."""
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, _exit)
+
+
+def _exit(signum: int, frame: FrameType | None) -> None:
+    raise Interrupted(signum)
+
+
 def _worker(args: argparse.Namespace, after_run: AfterRun | None) -> None:
+    _stop_at_once()
     try:
         _work(args, after_run)
-    except InputError as error:
-        print(f"train_net.py: {error}", file=sys.stderr)
-        sys.exit(2)
+    except (InputError, OSError) as error:
+        sys.exit(_tell(error))
+
+
+def _tell(error: InputError | OSError) -> int:
+    """Prints what the user can mend and returns the exit status; raises what is a fault of ours."""
+    if isinstance(error, OSError):
+        if error.errno not in DISK_ERRORS:
+            raise error
+        error = disk_error(error)
+    print(f"train_net.py: {error}", file=sys.stderr)
+    return 2

@@ -79,13 +79,19 @@ class IncrementalRun:
 
     def run(self) -> dict[str, Any]:
         """Does what is left of the run and returns its results."""
-        phases = self.data.scenario.phases
         with StopRequest() as stop:
-            for phase in phases:
-                self._train(phase.index, stop)
-                self._select(phase.index, stop)
-                self._calibrate(phase.index, stop)
-                self._evaluate(phase.index, stop)
+            try:
+                for phase in self.data.scenario.phases:
+                    with stop.waiting():
+                        self._train(phase.index, stop)
+                    self._select(phase.index, stop)
+                    with stop.waiting():
+                        self._calibrate(phase.index, stop)
+                    self._evaluate(phase.index, stop)
+            except RuntimeError as error:
+                if stop.signum:  # it struck another process too, and this one misses it
+                    raise Interrupted(stop.signum) from error
+                raise
         results = self._report()
         self.ledger.close()
         return results
@@ -114,7 +120,7 @@ class IncrementalRun:
     def _select(self, phase: int, stop: StopRequest) -> None:
         """Builds E_1:i (Alg. 1, line 14; Alg. 2)."""
         rule = self.recipe.method.memory
-        if rule is None or self.ledger.finished(phase, "select") is not None:
+        if rule is None or self.ledger.finished(phase, "select", self._inputs) is not None:
             return
         self._check_stop(stop)
         if comm.is_main_process():
@@ -149,7 +155,7 @@ class IncrementalRun:
         self._fit(phase, "calibrate", learner, entries, self.recipe.schedule.calibrate, stop)
 
     def _evaluate(self, phase: int, stop: StopRequest) -> None:
-        if self.ledger.finished(phase, "evaluate") is not None:
+        if self.ledger.finished(phase, "evaluate", self._inputs) is not None:
             return
         self._check_stop(stop)
         begin = time.perf_counter()
@@ -183,7 +189,7 @@ class IncrementalRun:
             seed=(recipe.seed, phase, _STAGE_NUMBER[stage]),
         )
         steps = schedule.steps(order.steps_per_epoch)
-        if self.ledger.finished(phase, stage) is None:
+        if self.ledger.finished(phase, stage, self._inputs) is None:
             self._check_stop(stop)
             begin = time.perf_counter()
             inputs = dict(self._inputs)

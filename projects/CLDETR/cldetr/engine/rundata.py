@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from detectron2.data import build_detection_test_loader
 from detectron2.utils import comm
 from torch.utils.data import DataLoader
 from tqdm import tqdm
@@ -18,7 +17,7 @@ from cldetr.data.cache import cache_folder
 from cldetr.data.catalog import register_exemplars, register_views, registered_file
 from cldetr.data.coco import CocoData, load_coco
 from cldetr.data.exemplars import Context, find_strategy, resolve_budget
-from cldetr.data.loader import MappedDataset, SampleOrder
+from cldetr.data.loader import MappedDataset, SampleOrder, evaluation_loader
 from cldetr.data.manifest import check_same, load_manifest, save_manifest
 from cldetr.data.mapper import Mapper
 from cldetr.data.memory import ExemplarMemory, PhaseExemplars, phase_counts
@@ -68,6 +67,11 @@ class RunData:
         if comm.is_main_process():
             if manifest.exists():
                 check_same(load_manifest(manifest), self.scenario, f"the run in {root}")
+            elif any(root.glob("phase*/*")):
+                raise InputError(
+                    f"{manifest} is missing: without it nothing tells that the stages in {root} "
+                    "saw this data. Restore it, or start in a new OUTPUT_DIR"
+                )
             else:
                 save_manifest(self.scenario, manifest)
                 write_json(root / "audit.json", audit_scenario(self.scenario, self.train))
@@ -142,8 +146,7 @@ class RunData:
     def test_loader(self) -> DataLoader:
         """The test images in order, each process its share."""
         mapped = MappedDataset(self._test_view, Mapper(self.recipe.augmentation, training=False))
-        workers = self.recipe.runtime.workers
-        return build_detection_test_loader(mapped, mapper=None, num_workers=workers)
+        return evaluation_loader(mapped, self.recipe.runtime.workers)
 
     def ground_truth(self) -> GroundTruth:
         """The test objects under the scenario's labels, of all test sets together."""

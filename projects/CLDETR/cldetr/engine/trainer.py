@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +25,7 @@ from cldetr.methods.learner import Learner
 logger = logging.getLogger(__name__)
 
 _MOST_SKIPPED = 3  # steps in a row without a finite gradient before the run stops
+_SAME_REQUEST = 1.0  # seconds in which several signals are one: Ctrl-C reaches a process twice
 
 
 class Interrupted(SystemExit):
@@ -184,10 +186,12 @@ class CheckpointHook(HookBase):
 
 
 class StopRequest:
-    """Remembers SIGTERM and SIGINT until the end of a step."""
+    """Stops a run on SIGTERM and SIGINT: at once, or while a stage trains after the step."""
 
     def __init__(self) -> None:
         self.signum = 0
+        self._asked_at = 0.0
+        self._waits = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopRequest:
@@ -199,6 +203,15 @@ class StopRequest:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
 
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While this lasts a signal is only remembered: there are steps that a stop would lose."""
+        self._waits = True
+        try:
+            yield
+        finally:
+            self._waits = False
+
     def agreed(self) -> int:
         """The signal to stop for, the same on every process; 0 for none."""
         if comm.get_world_size() == 1:
@@ -209,9 +222,11 @@ class StopRequest:
         return int(flag)
 
     def _remember(self, signum: int, frame: FrameType | None) -> None:
-        if self.signum:  # asked twice: do not wait for the step
+        asked_before = self.signum and time.monotonic() - self._asked_at > _SAME_REQUEST
+        if not self.signum:
+            self.signum, self._asked_at = signum, time.monotonic()
+        if asked_before or not self._waits:
             raise Interrupted(signum)
-        self.signum = signum
 
 
 def training_state(trainer: StageTrainer, meta: Mapping[str, Any]) -> dict[str, Any]:

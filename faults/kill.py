@@ -1,0 +1,130 @@
+"""kill −9 at random moments of a run: every time `--resume` ends in the same bits.
+
+One run after another is killed again and again until it gets through. A quarter of the
+kills come at a random time after the start; the others are aimed at the stage that was hit least so
+far, at a random time after it began.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+
+from faults import tiny
+from faults.tally import Options, Tally
+
+PLACES = ("start", *tiny.STAGES, "report")
+KILLS_PER_RUN = 12  # then the run may end, and is compared
+LEAST = 5  # kills in every stage, whatever the count
+
+
+def run(options: Options) -> Tally:
+    """Kills `count` times; each is recovered when the run it hit ends as if nothing had been."""
+    tally = Tally("kill -9")
+    rng = random.Random(options.seed)
+    work = options.folder("runs")
+    data = tiny.TinyData(options.work)
+    count = options.number(short=3, nightly=30, long=300)
+    tiny.run_through(data, work / "undisturbed")
+    expected = tiny.artefacts(work / "undisturbed")
+    seconds = stage_seconds(data, work / "watched")
+    hits: Counter[str] = Counter()
+    number = 0
+    least = {"short": 0, "nightly": LEAST, "long": LEAST}[options.size]
+    while not options.out_of_time:
+        missing = sum(max(least - hits[stage], 0) for stage in tiny.STAGES)
+        wanted = min(KILLS_PER_RUN, max(count - sum(hits.values()), missing))
+        if wanted <= 0:
+            break
+        number += 1
+        folder = work / f"run{number}"
+        workers = rng.choice(["0", "0", "2"])
+        struck = _break_one_run(data, folder, wanted, rng, seconds, hits, workers, tally)
+        left = tiny.difference(folder, expected)
+        for place in struck:
+            tally.check(
+                "kills recovered, all results bit-identical", not left, f"in {place}: {left}"
+            )
+        stray = [path.name for path in folder.rglob(".*") if path.is_file()]
+        tally.check("runs left no partial file", not stray, str(stray))
+    tally.note("hit " + ", ".join(f"{place} {hits[place]}" for place in PLACES))
+    return tally
+
+
+def _break_one_run(
+    data: tiny.TinyData,
+    folder: Path,
+    wanted: int,
+    rng: random.Random,
+    seconds: dict[str, float],
+    hits: Counter[str],
+    workers: str,
+    tally: Tally,
+) -> list[str]:
+    """Starts and kills a run `wanted` times or until it ends; returns where it was hit."""
+    struck: list[str] = []
+    while True:
+        log = folder.with_suffix(".txt")
+        child = tiny.start(data.command(folder, "DATALOADER.NUM_WORKERS", workers), log)
+        if len(struck) < wanted:
+            _strike(child, folder, rng, seconds, hits)
+        if child.wait() != -9:
+            tally.check("starts ended well", child.status == 0, child.said()[-600:])
+            if child.status == 0 and (folder / "results.json").exists():
+                return struck
+            raise RuntimeError(f"the run does not go on: {child.said()[-2000:]}")
+        struck.append(tiny.present_stage(folder))
+        hits[struck[-1]] += 1
+        done = tiny.finished_stages(folder)
+        _nothing_lost(folder, done, tally)
+
+
+_known: dict[Path, dict[str, bytes]] = {}
+
+
+def _nothing_lost(folder: Path, done: dict[str, bytes], tally: Tally) -> None:
+    """Finished stages stay finished, with the very record they were finished with."""
+    before = _known.setdefault(folder, {})
+    lost = [stage for stage, record in before.items() if done.get(stage) != record]
+    tally.check("kills lost no finished stage", not lost, f"{folder.name}: {lost}")
+    before.update(done)
+
+
+def _strike(
+    child: tiny.Child,
+    folder: Path,
+    rng: random.Random,
+    seconds: dict[str, float],
+    hits: Counter[str],
+) -> None:
+    """Kills at a random time, or in a stage that was rarely hit; the run may end before."""
+    begin = tiny.present_stage(folder)
+    ahead = PLACES[PLACES.index(begin) :]
+    if rng.random() < 0.75:
+        target = min(ahead, key=lambda place: hits[place])
+        while child.poll() is None and tiny.present_stage(folder) != target:
+            time.sleep(0.0005)
+        delay = rng.uniform(0, seconds[target])
+    else:
+        delay = rng.uniform(0, 1.2 * sum(seconds[place] for place in ahead))
+    end = time.monotonic() + delay
+    while child.poll() is None and time.monotonic() < end:
+        time.sleep(0.0005)
+    child.kill()
+
+
+def stage_seconds(data: tiny.TinyData, folder: Path) -> dict[str, float]:
+    """How long each stage of an undisturbed run takes here and now."""
+    child = tiny.start(data.command(folder), folder.with_suffix(".txt"))
+    seconds = dict.fromkeys(PLACES, 0.0)
+    place, since = "start", time.monotonic()
+    while child.poll() is None:
+        now = tiny.present_stage(folder)
+        if now != place:
+            seconds[place] += time.monotonic() - since
+            place, since = now, time.monotonic()
+        time.sleep(0.0005)
+    seconds[place] += time.monotonic() - since
+    return seconds
