@@ -24,6 +24,9 @@ CAMPAIGNS = {
     "term": "SIGTERM and SIGINT at random moments",
     "damage": "artefacts missing, empty, cut off, with flipped bits",
     "disk": "a full disk at each write",
+    "coco": "mutated annotation files, judged by an independent checker",
+    "images": "bad image files",
+    "malice": "malicious weights, configs, overrides and paths",
 }
 
 
@@ -47,7 +50,7 @@ def main() -> int:
         parser.error(
             f"no campaign {', '.join(sorted(unknown))}: choose from {', '.join(CAMPAIGNS)}"
         )
-    logging.disable(logging.INFO)
+    logging.disable(logging.WARNING)
     work = args.work or Path(tempfile.mkdtemp(prefix="cldetr-faults-", dir=_quick_folder()))
     missed = 0
     try:

@@ -1,13 +1,13 @@
 """Every kind of artefact, missing, empty, cut off and with single bits flipped.
 
-A run directory in the middle of its last training stage holds every kind. Each is damaged in a copy
-and read the way `--resume` reads it. Damage must be told (`InputError`), or an older checkpoint must
-be used and be exactly what was saved; what is read in spite of a change must be the same data.
+A run directory in the middle of its last training stage holds every kind. Each is damaged in a
+copy and read the way `--resume` reads it. Damage must be told (`InputError`), or an older
+checkpoint must be used and be exactly what was saved; what is read in spite of a change must be the
+same data.
 """
 
 from __future__ import annotations
 
-import logging
 import random
 import shutil
 import signal
@@ -44,7 +44,6 @@ def run(options: Options) -> Tally:
     expected = tiny.artefacts(work / "undisturbed")
     origin = work / "origin"
     stop_in_the_middle(data, origin)
-    logging.disable(logging.WARNING)
     flips, cuts = options.number(10, 200, 1000), options.number(3, 20, 100)
     folder = work / "copy"
     shutil.copytree(origin, folder)

@@ -1,8 +1,8 @@
 """A full disk at each write of a run: nothing good is lost, and the message says what to do.
 
 From the n-th file operation on nothing can be written any more, for n all through a run. The limit
-is the kernel's: a file size limit (EFBIG), and where a small file system can be mounted also one that
-is full (ENOSPC). Then there is room again, and `--resume` must end in the same bits.
+is the kernel's: a file size limit (EFBIG), and where a small file system can be mounted also one
+that is full (ENOSPC). Then there is room again, and `--resume` must end in the same bits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def run(options: Options) -> Tally:
     work = options.folder("runs")
     tiny.run_through(data, work / "undisturbed")
     expected = tiny.artefacts(work / "undisturbed")
-    stride = options.number(short=90, nightly=12, long=1)
+    stride = options.number(short=120, nightly=24, long=1)
     _fill(options, tally, data, expected, work, "file size limit", _limit, _no_limit, stride)
     with _small_file_system(options.folder("mount")) as mount:
         if mount is None:
@@ -75,7 +75,8 @@ def _fill(
         if not filled.exists():
             break  # the run has fewer operations
         said = child.said().strip()
-        told = status == 2 and said.splitlines()[-1].startswith("train_net.py: cannot write")
+        last = said.splitlines()[-1] if said else ""
+        told = status == 2 and ("cannot write" in last or "free disk space" in last)
         tally.check(
             f"{kind}: stops with a message",
             told or status == 0,

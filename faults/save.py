@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from cldetr.engine import checkpoint
 from cldetr.engine.checkpoint import latest_checkpoint, save_checkpoint, save_state
 from cldetr.engine.ledger import Ledger
 from cldetr.engine.results import load_results, write_results
@@ -64,7 +63,11 @@ class Save:
 
 
 def _state(step: int) -> dict[str, Any]:
-    return {"model": {"weight": torch.full((5000,), float(step))}, "step": step}
+    return {"model": {"weight": _weight(step)}, "step": step}
+
+
+def _weight(step: int) -> torch.Tensor:
+    return torch.full((5000,), float(step))
 
 
 def _checkpoints(*before: int) -> Save:
@@ -83,7 +86,7 @@ def _checkpoints(*before: int) -> Save:
             allowed = [30] if again else [30, max(before, default=None)]
             if step not in allowed:
                 return f"step {step} is found, not one of {allowed}"
-            if found and not torch.equal(found.state["model"]["weight"], torch.full((5000,), step)):
+            if found and not torch.equal(found.state["model"]["weight"], _weight(found.step)):
                 return f"step {step} has other weights"
         return ""
 
@@ -167,7 +170,7 @@ def _cut_weights(kind: Save, folder: Path, part: int) -> None:
             Path(target).write_bytes(content)
         os.kill(os.getpid(), signal.SIGKILL)
 
-    torch.save = checkpoint.torch.save = cut
+    torch.save = cut  # type: ignore[assignment]
     kind.act(folder)
 
 
@@ -203,7 +206,7 @@ def _whole_run(options: Options, tally: Tally) -> None:
         child = tiny.start(
             data.command(folder),
             log,
-            before=lambda: count_operations(folder, lambda n: n == number and _die()),  # noqa: B023
+            before=lambda: count_operations(folder, lambda n: _die_at(n, number)),  # noqa: B023
         )
         if child.wait() == 0:
             tally.note(f"a run has {number - 1} file operations (every {stride}. was hit)")
@@ -218,8 +221,9 @@ def _whole_run(options: Options, tally: Tally) -> None:
         number += stride
 
 
-def _die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
+def _die_at(operation: int, number: int) -> None:
+    if operation == number:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def count_operations(folder: Path, act: Callable[[int], object]) -> None:
@@ -254,5 +258,5 @@ def count_operations(folder: Path, act: Callable[[int], object]) -> None:
         tick()
         save(*words, **more)
 
-    torch.save = checkpoint.torch.save = saving
+    torch.save = saving
     sys.addaudithook(hook)

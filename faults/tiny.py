@@ -1,7 +1,7 @@
 """The run that is broken: a whole two-phase run of a second or two, started by forking.
 
-Importing torch and Detectron2 takes longer than the run, so a campaign imports them once and forks a
-child for every run. The child is a process like any other: it is killed, it is sent signals, its
+Importing torch and Detectron2 takes longer than the run, so a campaign imports them once and forks
+a child for every run. The child is a process like any other: it is killed, it is sent signals, its
 files are all that is left of it.
 """
 

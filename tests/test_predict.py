@@ -155,11 +155,13 @@ def test_all_missing_and_damaged_images_are_told_at_once(weights, photos, tmp_pa
 def test_images_whose_pixels_are_damaged_do_not_cost_the_others(weights, photos, tmp_path, capsys):
     good, other = sorted(photos.iterdir())[:2]
     with Image.open(other) as image:
-        image.save(tmp_path / "broken.bmp")
-    whole = (tmp_path / "broken.bmp").read_bytes()
-    (tmp_path / "broken.bmp").write_bytes(whole[:-1000])  # nothing in its header tells
-    assert predict(weights, tmp_path / "broken.bmp", good, "--out", tmp_path / "out") == 2
-    assert "broken.bmp" in capsys.readouterr().err
+        image.save(tmp_path / "broken.png")
+    pixels = bytearray((tmp_path / "broken.png").read_bytes())
+    start = pixels.index(b"IDAT") + 4
+    pixels[start : start + 100] = bytes(100)
+    (tmp_path / "broken.png").write_bytes(pixels)  # its header and its end are as they were
+    assert predict(weights, tmp_path / "broken.png", good, "--out", tmp_path / "out") == 2
+    assert "broken.png" in capsys.readouterr().err
     images = json.loads((tmp_path / "out/images.json").read_text())["images"]
     assert [Path(image["file_name"]).name for image in images] == [good.name]
 

@@ -49,6 +49,7 @@ FAULTS = {
     "category name a number": (change("categories", 1, name=7), "category 2: name is 7"),
     "category id a text": (change("categories", 1, id="2"), "categories[1]: id is '2'"),
     "category id a boolean": (change("categories", 0, id=True), "categories[0]: id is True"),
+    "category id beyond 64 bits": (change("categories", 1, id=2**63), "id is 9223372036854775808"),
     "category not an object": (append("categories", "cat"), "categories[3] is a text"),
     "no categories": (empty("categories"), "lists are empty (1): categories"),
     "no images": (empty("images"), "lists are empty (1): images"),

@@ -147,8 +147,17 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> CN:
     add_cldetr_config(cfg)
     try:
         content = CN.load_yaml_with_base(path, allow_unsafe=False)
-    except (yaml.YAMLError, OSError) as error:
+    except (
+        yaml.YAMLError,
+        OSError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
         raise InputError(f"cannot read the config {path}: {error}") from error
+    if not isinstance(content, Mapping):
+        raise InputError(f"the config {path} holds no keys: write `KEY: value` lines")
     _merge(cfg, dict(_leaves(content)), origin=path)
     if len(overrides) % 2:
         raise InputError(
@@ -216,5 +225,5 @@ def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _parse(text: str) -> Any:
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         return text

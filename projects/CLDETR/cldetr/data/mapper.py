@@ -8,11 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from detectron2.data import detection_utils
 from detectron2.data import transforms as T
+from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.structures import Boxes, BoxMode, Instances
+from PIL import Image, ImageOps
 
 from cldetr.data.predictions import ImagePredictions
+from cldetr.data.scan import check_content
 from cldetr.errors import InputError
 
 COCO_SHORT_SIDES = tuple(range(480, 801, 32))
@@ -120,8 +122,15 @@ def read_image(entry: Mapping[str, Any], format: str) -> np.ndarray:
     A file that cannot be read stops the run by name: a substitute would quietly change the data.
     """
     path = entry["file_name"]
+    problem = check_content(path)  # the scan may be off or long ago: nothing is decoded unseen
+    if problem is not None:
+        raise InputError(f"cannot read image {path}: {problem}")
     try:
-        image = detection_utils.read_image(path, format=format)
+        with Image.open(path) as file:
+            # Detectron2's `read_image` looks for an EXIF tag first and swallows what goes wrong in
+            # that; of a PNG with damaged pixels it then takes what was decoded so far.
+            file.load()
+            image = convert_PIL_to_numpy(ImageOps.exif_transpose(file), format)
     except Exception as error:
         raise InputError(f"cannot read image {path}: {type(error).__name__}: {error}") from error
     found = image.shape[1], image.shape[0]

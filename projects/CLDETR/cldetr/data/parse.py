@@ -111,7 +111,7 @@ def _fast_columns(file: _File) -> Columns:
     corners = [_column(annotations, f"bbox.{key}", np.float64) for key in "xywh"]
     areas = (math.nan if row.area is None else row.area for row in annotations)
     return Columns(
-        category_ids=[category.id for category in file.categories],
+        category_ids=_column(file.categories, "id", np.int64).tolist(),  # refuses what is too big
         category_names=[category.name for category in file.categories],
         image_ids=_column(images, "id", np.int64),
         file_names=[image.file_name for image in images],

@@ -18,14 +18,16 @@ logger = logging.getLogger(__name__)
 MAX_PIXELS = 1 << 27  # 134 million: twice what the largest consumer cameras take
 _EXIF_ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+_LISTED = 1000  # bad files named in the message
 _ENDINGS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 
 
 def scan_images(data: CocoData, indices: Iterable[int] | None = None, threads: int = 8) -> None:
     """Checks image files and stops with one message that lists all bad ones.
 
-    Reads headers and last bytes, not pixels: missing, empty, truncated, unreadable, oversized files
-    and files of another size than stated are found; a flipped bit inside the pixels is not.
+    Of JPEG and PNG files it reads headers and last bytes, not pixels: missing, empty, truncated,
+    unreadable, oversized files and files of another size than stated are found; a flipped bit
+    inside the pixels is not. Other kinds of files, which have no such ending, are decoded.
     """
     numbers = list(range(len(data.image_ids)) if indices is None else indices)
     with ThreadPoolExecutor(threads) as pool:
@@ -41,7 +43,9 @@ def scan_images(data: CocoData, indices: Iterable[int] | None = None, threads: i
         problems = [problem for problem in bar if problem is not None]
     if problems:
         raise InputError.listing(
-            f"{data.name}: {len(problems)} of {len(numbers)} image files cannot be used:", problems
+            f"{data.name}: {len(problems)} of {len(numbers)} image files cannot be used:",
+            problems,
+            most=_LISTED,
         )
     logger.info("%s: %d image files are there and whole", data.name, len(numbers))
 
@@ -66,29 +70,47 @@ def check_image(data: CocoData, number: int) -> str | None:
 
 
 def check_file(path: str | os.PathLike[str]) -> tuple[str | None, tuple[int, int]]:
-    """Looks at an image file without decoding it.
+    """Looks at an image file.
 
     Returns:
         what is wrong with it, or None, and its width and height when turned upright.
     """
+    problem = check_content(path)
+    if problem is not None:
+        return problem, (0, 0)
     try:
+        with Image.open(path) as image:
+            width, height = image.size
+            # Pillow decodes a PNG in search of a tag that its header does not have.
+            tagged = image.format != "PNG" or "exif" in image.info
+            if tagged and image.getexif().get(_EXIF_ORIENTATION, 1) in _SIDEWAYS:
+                width, height = height, width
+    except (OSError, SyntaxError, ValueError) as error:
+        return f"not a readable image ({error})", (0, 0)
+    return None, (width, height)
+
+
+def check_content(path: str | os.PathLike[str]) -> str | None:
+    """Says what is wrong with an image file, of most kinds by its header and ending alone."""
+    try:
+        if not os.path.isfile(path):
+            return "there is no such file"
         if os.path.getsize(path) == 0:
-            return "the file is empty", (0, 0)
+            return "the file is empty"
         with Image.open(path) as image:
             width, height = image.size
             if width * height > MAX_PIXELS:
-                return f"{width}×{height} is more than {MAX_PIXELS:,} pixels", (0, 0)
-            if image.getexif().get(_EXIF_ORIENTATION, 1) in _SIDEWAYS:
-                width, height = height, width
-            kind = image.format
+                return f"{width}×{height} is more than {MAX_PIXELS:,} pixels"
+            ending = _ENDINGS.get(image.format or "")
+            if ending is None:
+                image.load()
     except UnidentifiedImageError:
-        return "not a readable image", (0, 0)
+        return "not a readable image"
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        return f"not a readable image ({error})", (0, 0)
-    ending = _ENDINGS.get(kind or "")
+        return f"not a readable image ({error})"
     if ending is not None and not _ends_with(path, ending):
-        return "the file is truncated", (0, 0)
-    return None, (width, height)
+        return "the file is truncated"
+    return None
 
 
 def _ends_with(path: str | os.PathLike[str], ending: bytes) -> bool:

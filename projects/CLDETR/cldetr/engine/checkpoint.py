@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ def save_state(path: Path, state: Mapping[str, Any]) -> str:
     with atomic_path(path) as partial, open(partial, "wb") as stream:
         target = _Digesting(stream)
         try:
-            torch.save(dict(state), target)
+            torch.save(dict(state), cast(BinaryIO, target))
         except RuntimeError as error:  # torch's own word for a write that failed
             raise target.failure or error from None
     return target.digest.hexdigest()

@@ -1,8 +1,8 @@
 """The LazyConfig front door: a Python config becomes a recipe.
 
 A LazyConfig is Python code and is executed: use only files that you trust. Overrides on the command
-line are data: they may only change keys that exist, and `_target_` only to this project's,
-Detectron2's or torch's modules.
+line are data: they may only change keys that exist, and name as `_target_` only parts of models,
+of this project, Detectron2 or torch.
 
 The file defines `model` (a lazy tree that ends in a detector), and any of `data`, `scenario`,
 `method`, `schedule`, `optimizer`, `augmentation`, `seed`, `runtime` as plain dictionaries with the
@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 from detectron2.config import LazyConfig, instantiate
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from cldetr.config import suggest
 from cldetr.engine.recipe import ModelSettings, Recipe
@@ -27,14 +28,7 @@ from cldetr.engine.settings import build_settings
 from cldetr.errors import InputError
 from cldetr.modeling.detector import Detector
 
-_TRUSTED = ("cldetr.", "detectron2.", "torch.nn.")
-_MODEL_PARTS = (
-    "cldetr.modeling.",
-    "cldetr.layers.",
-    "detectron2.modeling.",
-    "detectron2.layers.",
-    "torch.nn.",
-)
+_MODEL_PARTS = ("cldetr.modeling.", "detectron2.modeling.", "detectron2.layers.", "torch.nn.")
 _SECTIONS = tuple(
     field.name for field in dataclasses.fields(Recipe) if field.name not in ("model", "seed")
 )
@@ -58,7 +52,10 @@ def recipe_from_lazy(path: str, overrides: Sequence[str] = ()) -> Recipe:
         for name in _SECTIONS
         if name in cfg
     }
-    return Recipe(model=_model(cfg), seed=int(cfg.get("seed", 0)), **sections)
+    seed = cfg.get("seed", 0)
+    if type(seed) is not int:
+        raise InputError(f"seed takes an int, not {seed!r}")
+    return Recipe(model=_model(cfg), seed=seed, **sections)
 
 
 def model_from_tree(description: Mapping[str, Any]) -> ModelSettings:
@@ -68,13 +65,24 @@ def model_from_tree(description: Mapping[str, Any]) -> ModelSettings:
     to be importable through them.
     """
     for name in _targets(description):
-        found = pydoc.locate(name) if name.startswith(_MODEL_PARTS) else None
-        if not str(getattr(found, "__module__", "")).startswith(_MODEL_PARTS):
+        if not _is_model_part(name):
             raise InputError(
                 f"the model is described by {name!r}, which is no part of a model; give the "
                 "LazyConfig that it was made with, if you trust it"
             )
     return _settings(OmegaConf.create(dict(description)))
+
+
+def _is_model_part(name: str) -> bool:
+    """Whether a dotted name leads to something that is defined where models are, not just to it.
+
+    `torch.nn.modules.os.system` begins well, but `system` is not of torch.
+    """
+    try:
+        found = pydoc.locate(name) if name.startswith(_MODEL_PARTS) else None
+    except pydoc.ErrorDuringImport:
+        return False
+    return str(getattr(found, "__module__", "")).startswith(_MODEL_PARTS)
 
 
 def _targets(node: Any) -> Iterator[str]:
@@ -118,10 +126,21 @@ def _override(cfg: DictConfig, text: str) -> None:
             raise InputError(f"unknown key {key} on the command line: {word}{suggest(word, known)}")
         node = node.get(word) if isinstance(node, DictConfig) else None
         hint = _dataclass_in(typing.get_type_hints(hint).get(word)) if hint else None
-    parsed = yaml.safe_load(value)
-    if key.endswith("_target_") and not str(parsed).startswith(_TRUSTED):
-        raise InputError(f"{key} may only name {', '.join(_TRUSTED)}…, not {parsed!r}")
-    OmegaConf.update(cfg, key, parsed, merge=False, force_add=True)
+    try:
+        parsed = yaml.safe_load(value)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"cannot read the value of {key}: {error}") from error
+    try:
+        names = list(_targets({"_target_": parsed} if key.endswith("_target_") else parsed))
+        strange = [name for name in names if not _is_model_part(name)]
+        if strange:
+            raise InputError(
+                f"{key}: _target_ may only name what {', '.join(_MODEL_PARTS)}… define, "
+                f"not {strange[0]!r}"
+            )
+        OmegaConf.update(cfg, key, parsed, merge=False, force_add=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise InputError(f"{key} cannot be {value[:60]!r}: {error}") from error
 
 
 def _known(node: Any, hint: Any) -> list[str]:
