@@ -27,6 +27,7 @@ CAMPAIGNS = {
     "coco": "mutated annotation files, judged by an independent checker",
     "images": "bad image files",
     "malice": "malicious weights, configs, overrides and paths",
+    "nan": "NaN in loss, gradient, teacher and weights, on any process",
 }
 
 

@@ -44,6 +44,7 @@ from cldetr.engine.trainer import (
     StageTrainer,
     StopRequest,
     build_optimizer,
+    finite_weights,
 )
 from cldetr.files import sha256_file, write_json
 from cldetr.methods.learner import Learner, freeze
@@ -247,7 +248,7 @@ class IncrementalRun:
                     learner.pseudo_images,
                 )
             if comm.is_main_process():
-                weights = {"model": self.detector.state_dict(), "cldetr": meta}
+                weights = {"model": finite_weights(self.detector), "cldetr": meta}
                 save_state(folder / "model.pth", weights)
                 facts: dict[str, Any] = {
                     "steps": steps,

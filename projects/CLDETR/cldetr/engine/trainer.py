@@ -231,16 +231,32 @@ class StopRequest:
 
 def training_state(trainer: StageTrainer, meta: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint holds; refuses to write numbers that are not finite."""
-    weights = trainer.learner.detector.state_dict()
-    if not finite(list(weights.values())):
-        raise InputError("the weights are not finite any more; the last checkpoint is sound")
+    weights = finite_weights(trainer.learner.detector)
+    optimizer = trainer.optimizer.state_dict()
+    numbers = [x for state in optimizer["state"].values() for x in state.values()]
+    if not finite([x for x in numbers if isinstance(x, Tensor)]):
+        raise InputError(
+            "the optimizer's state is not finite any more; the last checkpoint is sound: lower "
+            "SOLVER.BASE_LR or set SOLVER.CLIP"
+        )
     return {
         "model": weights,
-        "optimizer": trainer.optimizer.state_dict(),
+        "optimizer": optimizer,
         "scaler": trainer.scaler.state_dict(),
         "step": trainer.step + 1,
         "cldetr": dict(meta),
     }
+
+
+def finite_weights(detector: nn.Module) -> dict[str, Tensor]:
+    """The weights to be saved; refuses numbers that are not finite."""
+    weights = detector.state_dict()
+    if not finite(list(weights.values())):
+        raise InputError(
+            "the weights are not finite any more; the last checkpoint is sound: lower "
+            "SOLVER.BASE_LR"
+        )
+    return weights
 
 
 def build_optimizer(detector: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:

@@ -117,6 +117,8 @@ class Learner(nn.Module):
                 advice = self.teacher.predict(images)
         output = self.detector.predict(images)
         if not _finite(output) or (advice is not None and not _finite(advice)):
+            # The other processes count boxes in this step: to stay away would cross their messages.
+            self.detector.criterion.normaliser(targets, output.logits.device)
             return _refuse(output)
         if self.rule is not None:
             targets = self._merge(advice, targets, batched_inputs)

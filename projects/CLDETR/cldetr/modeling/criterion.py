@@ -69,7 +69,7 @@ class SetCriterion(nn.Module):
         if len(targets) != output.logits.shape[1]:
             raise ValueError(f"{len(targets)} targets for {output.logits.shape[1]} images")
         with torch.autocast(output.logits.device.type, enabled=False):
-            num_boxes = _mean_over_processes(sum(map(len, targets)), output.logits.device)
+            num_boxes = self.normaliser(targets, output.logits.device)
             last = len(output.logits) - 1
             first = 0 if self.aux_loss else last
             suffixes = [f"_{layer}" for layer in range(first, last)] + [""]
@@ -80,6 +80,10 @@ class SetCriterion(nn.Module):
                 anything = [Target(torch.zeros_like(x.labels), x.boxes) for x in targets]
                 losses |= self._losses(output.proposals, anything, num_boxes, None, ["_enc"])
         return losses
+
+    def normaliser(self, targets: Sequence[Target], device: torch.device) -> Tensor:
+        """The number of boxes per process, at least 1; all processes must ask for it in a step."""
+        return _mean_over_processes(sum(map(len, targets)), device)
 
     def _losses(
         self,
