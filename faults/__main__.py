@@ -28,6 +28,7 @@ CAMPAIGNS = {
     "images": "bad image files",
     "malice": "malicious weights, configs, overrides and paths",
     "nan": "NaN in loss, gradient, teacher and weights, on any process",
+    "keys": "every key of the configuration changed on resume",
 }
 
 

@@ -1,8 +1,8 @@
 """NaN in the loss, the gradient, the teacher or the weights, on any process.
 
-Chosen steps are made sick, in a run of one and of two processes. A sick step must be left out by all
-processes; three in a row must stop the run, naming images; and at no time may a file with weights or
-an optimizer's state that is not finite exist in the run directory.
+Chosen steps are made sick, in a run of one and of two processes. A sick step must be left out by
+all processes; three in a row must stop the run, naming images; and at no time may a file with
+weights or an optimizer's state that is not finite exist in the run directory.
 """
 
 from __future__ import annotations

@@ -131,7 +131,13 @@ def _model(cfg: CfgNode) -> ModelSettings:
         own.MODEL.DEVICE = "cpu"  # the engine moves it
         return build_model(own)
 
-    return ModelSettings(description, build, cfg.MODEL.WEIGHTS, cfg.MODEL.DETECTOR)
+    return ModelSettings(
+        description,
+        build,
+        cfg.MODEL.WEIGHTS,
+        cfg.MODEL.DETECTOR,
+        cfg.TEST.DETECTIONS_PER_IMAGE,
+    )
 
 
 def _method(cfg: CfgNode) -> dict[str, Any]:

@@ -115,12 +115,14 @@ class ModelSettings:
         build: makes the detector for a number of classes.
         weights: initial weights of the first phase (a backbone, or a whole detector).
         detector: a trained detector that *is* the first phase: it is not trained, only checked.
+        detections_per_image: at most this many results, where `description` does not tell.
     """
 
     description: Mapping[str, Any]
     build: Callable[[int], Detector]
     weights: str = ""
     detector: str = ""
+    detections_per_image: int = 100
 
 
 @dataclass(frozen=True)
@@ -134,7 +136,7 @@ class Runtime:
     log_images: int = 3  # shown in TensorBoard at every checkpoint
     checkpoint_period: int = 0  # steps; 0 means every epoch
     eval_period: int = 0  # steps; 0 means only at the end of a phase
-    restrict_eval: bool = False  # the released code's restricted image set
+    restrict_eval: bool = False  # the released code's restricted image set; may not change
     joint_results: str = ""  # results.json of a joint run, for the gap to it
     report: bool = True  # end with pictures, diagnostics and a page of the run
 
@@ -165,6 +167,11 @@ class Recipe:
         }
         for name in ("data", "scenario", "method", "schedule", "optimizer", "augmentation"):
             parts[name] = dataclasses.asdict(getattr(self, name))
+        if self.runtime.restrict_eval or self.model.detections_per_image != 100:
+            parts["evaluation"] = {  # where it is not the usual one
+                "restrict_images": self.runtime.restrict_eval,
+                "detections_per_image": self.model.detections_per_image,
+            }
         return json.loads(json.dumps(parts, default=str))
 
     def fingerprint(self) -> str:

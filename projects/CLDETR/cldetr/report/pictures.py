@@ -114,7 +114,7 @@ class _Artist:
         if phase > 1 and final_weights(self.root, phase - 1) is None:
             return False
         folder = self.root / f"phase{phase}" / "train"
-        return (folder / "stage.json").is_file() or any(folder.glob("checkpoints/step_*.json"))
+        return (folder / "stage.json").is_file() or any(folder.glob("checkpoints/step_*"))
 
     def jobs(self, phase: int, images: Sequence[int] | None, sample: int) -> list[Any]:
         """The pictures of a phase: file name, caption, and the function that draws it."""
