@@ -4,7 +4,7 @@ ENVIRONMENT := $(shell sh tools/environment.sh)
 BIN := $(ENVIRONMENT)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow lint format demo ablation bench doctor clean
+.PHONY: help setup test test-slow faults faults-long lint format demo ablation bench doctor clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -17,6 +17,12 @@ test: lint ## set up, check style and types, run the tests
 
 test-slow: setup ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+faults: setup ## break runs in every way, about half an hour: docs/reliability.md
+	$(BIN)/python -W ignore -m faults --minutes 15
+
+faults-long: setup ## the same with ten times the faults: hours
+	$(BIN)/python -W ignore -m faults --size long --minutes 180
 
 lint: setup ## check style and types
 	$(BIN)/python -m ruff check

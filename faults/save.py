@@ -33,7 +33,8 @@ def run(options: Options) -> Tally:
     tally = Tally("kill in a save")
     work = options.folder("saves")
     for name, kind in SAVES.items():
-        for number, fault in enumerate(_kills(kind, work / name)):
+        stride = {"short": 12, "nightly": 1, "long": 1}[options.size]
+        for number, fault in enumerate(_kills(kind, work / name, stride)):
             folder = work / name / str(number)
             folder.mkdir(parents=True)
             kind.prepare(folder)
@@ -145,14 +146,14 @@ SAVES = {
 }
 
 
-def _kills(kind: Save, folder: Path) -> Iterator[Callable[[Path], None]]:
+def _kills(kind: Save, folder: Path, stride: int) -> Iterator[Callable[[Path], None]]:
     """Faults one after the other: the prefixes of weights files, then every line."""
     if "results" not in folder.name:
-        for part in range(PREFIXES):
+        for part in range(0, PREFIXES, stride):
             yield lambda place, part=part: _cut_weights(kind, place, part)  # type: ignore[misc]
-    number = 0
+    number = 1 - stride
     while True:
-        number += 1
+        number += stride
         yield lambda place, number=number: _kill_at_line(kind, place, number)  # type: ignore[misc]
 
 
@@ -200,7 +201,7 @@ def _whole_run(options: Options, tally: Tally) -> None:
     work = options.folder("runs")
     tiny.run_through(data, work / "undisturbed")
     expected = tiny.artefacts(work / "undisturbed")
-    number, stride = 1, options.number(short=70, nightly=1, long=1)
+    number, stride = 1, options.number(short=150, nightly=12, long=1)
     while not options.out_of_time:
         folder, log = work / f"run{number}", work / f"run{number}.txt"
         child = tiny.start(

@@ -128,7 +128,7 @@ class Child:
 
     def group(self) -> list[int]:
         """Processes of its session that are still there."""
-        return [pid for pid in _pids() if pid != self.pid and _session(pid) == self.pid]
+        return [pid for pid in members(self.pid) if pid != self.pid]
 
     def kill_all(self) -> None:
         """Ends the process and all that it started."""
@@ -253,8 +253,10 @@ def present_stage(folder: Path) -> str:
     return next((stage for stage in STAGES if stage not in done), "report")
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+def members(session: int) -> list[int]:
+    """Processes of a session that are still there."""
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return [pid for pid in pids if _session(pid) == session]
 
 
 def _session(pid: int) -> int | None:

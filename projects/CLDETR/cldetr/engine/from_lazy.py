@@ -110,7 +110,9 @@ def _settings(tree: DictConfig, **start: str) -> ModelSettings:
         own.num_classes = num_classes
         return instantiate(own)
 
-    return ModelSettings(_container(tree), build, **start)
+    return ModelSettings(
+        _container(tree), build, start.get("weights", ""), start.get("detector", "")
+    )
 
 
 def _override(cfg: DictConfig, text: str) -> None:

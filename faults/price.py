@@ -1,0 +1,75 @@
+"""What safe checkpoints cost: seconds of a save, as a share of the epoch that it ends.
+
+The state is that of the paper's run (configs/70_10.yaml): Deformable DETR on a ResNet-50 with
+AdamW's two moments. A save checks that all numbers are finite, writes, computes the digest, waits
+for the disk (fsync) and renames; it is compared with a bare `torch.save`. An epoch of the first
+phase is 3,234 steps of 32 images; it is taken to run at 0.25 s a step, 128 images a second, faster
+than most machines will be, which makes the share larger than it will be.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from cldetr.engine.checkpoint import save_checkpoint
+from cldetr.engine.from_yaml import recipe_from_yaml
+from cldetr.engine.trainer import StageTrainer, build_optimizer, training_state
+from faults.tally import Options, Tally
+
+CONFIG = Path(__file__).parents[1] / "configs/70_10.yaml"
+STEPS = 103_501 // 32
+STEP_SECONDS = 0.25
+MOST = 0.01  # of the epoch
+
+
+def run(options: Options) -> Tally:
+    """Saves some times, safely and barely, in turn."""
+    tally = Tally("price")
+    recipe = recipe_from_yaml(str(CONFIG), ["MODEL.WEIGHTS", ""])
+    detector = recipe.model.build(80)
+    optimizer = build_optimizer(detector, recipe.optimizer)
+    for parameter in detector.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    trainer = cast(
+        StageTrainer,
+        SimpleNamespace(
+            learner=SimpleNamespace(detector=detector),
+            optimizer=optimizer,
+            scaler=torch.amp.GradScaler("cpu", enabled=False),
+            step=0,
+        ),
+    )
+    safe, bare = [], []
+    with tempfile.TemporaryDirectory() as place:  # on a disk: shared memory would flatter
+        folder = Path(place)
+        for number in range(1, options.number(2, 5, 20) + 1):
+            begun = time.perf_counter()
+            save_checkpoint(folder / "safe", number, training_state(trainer, {}))
+            safe.append(time.perf_counter() - begun)
+            begun = time.perf_counter()
+            state: dict[str, Any] = {
+                "model": detector.state_dict(),
+                "optimizer": optimizer.state_dict(),
+            }
+            torch.save(state, folder / "bare.pth")
+            bare.append(time.perf_counter() - begun)
+        size = (folder / "bare.pth").stat().st_size / 1e6
+    epoch = STEPS * STEP_SECONDS
+    cost = statistics.median(safe)
+    share = cost / epoch
+    tally.note(
+        f"a checkpoint of {size:.0f} MB takes {cost:.1f} s (median of {len(safe)}; a bare "
+        f"torch.save {statistics.median(bare):.1f} s): {100 * share:.2f}% of an epoch of "
+        f"{STEPS:,} steps at {STEP_SECONDS} s; at most 1% for epochs of {100 * cost:.0f} s and more"
+    )
+    tally.check("measured shares of a realistic epoch are at most 1%", share <= MOST, f"{share}")
+    return tally
