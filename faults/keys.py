@@ -9,12 +9,12 @@ is read to make the recipe or to build the model, and is not listed as harmless 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from detectron2.config import CfgNode
 
-from cldetr.config import load_config
+from cldetr.config import leaves, load_config
 from cldetr.engine.from_yaml import recipe_from_cfg
 from cldetr.engine.recipe import check_identity
 from cldetr.errors import InputError
@@ -51,7 +51,7 @@ def run(options: Options) -> Tally:
     """Changes every key once."""
     tally = Tally("keys")
     base = load_config(str(tiny.CONFIG), [*EVERYTHING_ON, "OUTPUT_DIR", str(options.work)])
-    keys = dict(_leaves(base))
+    keys = dict(leaves(base))
     with _watching(base) as read:
         stored = recipe_from_cfg(base).identity()
         recipe_from_cfg(base).model.build(4)
@@ -96,14 +96,6 @@ def _other(key: str, value: Any) -> Any:
         changed = [_other("", item) for item in value[:1]] + list(value[1:])
         return type(value)(changed or [1])
     return 1
-
-
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 @contextlib.contextmanager

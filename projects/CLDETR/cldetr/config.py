@@ -158,14 +158,14 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> CN:
         raise InputError(f"cannot read the config {path}: {error}") from error
     if not isinstance(content, Mapping):
         raise InputError(f"the config {path} holds no keys: write `KEY: value` lines")
-    _merge(cfg, dict(_leaves(content)), origin=path)
+    _merge(cfg, dict(leaves(content)), origin=path)
     if len(overrides) % 2:
         raise InputError(
             f"overrides are pairs, KEY VALUE; {overrides[-1]!r} has no partner "
             "(for KEY=VALUE use a LazyConfig)"
         )
     pairs = dict(zip(overrides[::2], overrides[1::2], strict=True))
-    known = dict(_leaves(cfg))
+    known = dict(leaves(cfg))
     values = {  # a text stays a text, even an empty one or one that looks like a number
         key: text if isinstance(known.get(key), str) else _parse(text)
         for key, text in pairs.items()
@@ -181,7 +181,7 @@ def suggest(word: str, known: Sequence[str]) -> str:
 
 
 def _merge(cfg: CN, values: Mapping[str, Any], origin: str) -> None:
-    known = [key for key, _ in _leaves(cfg)]
+    known = [key for key, _ in leaves(cfg)]
     problems = []
     for key, value in values.items():
         if key not in known:
@@ -214,10 +214,11 @@ def _coerce(value: Any, current: Any) -> Any:
     return value
 
 
-def _leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (key with dots, value) for every value of a nested config."""
     for key, value in node.items():
         if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{key}.")
+            yield from leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

@@ -33,3 +33,30 @@ def training_learner(
         distill=method.distill,
         mask_unseen=mask,
     )
+
+
+def calibration_learner(
+    detector: Detector, method: Method, scenario: Scenario, phase: int
+) -> Learner:
+    """The learner of a phase's calibration step: plain, or one that completes exemplars' labels.
+
+    Args:
+        detector: Φ, which learns; a frozen copy of it as it is now gives the missing labels.
+        method: says whether labels are completed, and how.
+        scenario: says which classes are annotated on an exemplar.
+        phase: from 2.
+    """
+    seen = scenario.seen(phase)
+    mask = method.unseen == "mask"
+    rule = None if method.calibrate is None else method.calibrate.complete
+    if rule is None:
+        return Learner(detector, seen=seen, mask_unseen=mask)
+    return Learner(
+        detector,
+        seen=seen,
+        teacher=freeze(detector, seen),
+        teacher_classes=seen,
+        rule=rule,
+        annotated=[each.classes for each in scenario.phases],
+        mask_unseen=mask,
+    )

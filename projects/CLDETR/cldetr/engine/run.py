@@ -24,7 +24,7 @@ from cldetr.engine.checkpoint import latest_checkpoint, load_into, load_state, s
 from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.evaluation import to_scalars
 from cldetr.engine.labelling import label_once
-from cldetr.engine.learners import training_learner
+from cldetr.engine.learners import calibration_learner, training_learner
 from cldetr.engine.ledger import Ledger, read_json
 from cldetr.engine.recipe import Recipe, StageSchedule
 from cldetr.engine.results import (
@@ -47,7 +47,7 @@ from cldetr.engine.trainer import (
     finite_weights,
 )
 from cldetr.files import sha256_file, write_json
-from cldetr.methods.learner import Learner, freeze
+from cldetr.methods.learner import Learner
 
 logger = logging.getLogger(__name__)
 
@@ -139,19 +139,7 @@ class IncrementalRun:
         rule = self.recipe.method.calibrate
         if rule is None or phase == 1:  # the paper's first phase trains on all its data throughout
             return
-        seen = self.data.scenario.seen(phase)
-        mask = self.recipe.method.unseen == "mask"
-        learner = Learner(self.detector, seen=seen, mask_unseen=mask)
-        if rule.complete is not None:
-            learner = Learner(
-                self.detector,
-                seen=seen,
-                teacher=freeze(self.detector, seen),
-                teacher_classes=seen,
-                rule=rule.complete,
-                annotated=[phase.classes for phase in self.data.scenario.phases],
-                mask_unseen=mask,
-            )
+        learner = calibration_learner(self.detector, self.recipe.method, self.data.scenario, phase)
         entries = self.data.exemplar_entries(self._memory(phase), rule.reveal)
         self._fit(phase, "calibrate", learner, entries, self.recipe.schedule.calibrate, stop)
 
