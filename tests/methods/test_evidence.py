@@ -29,7 +29,7 @@ def predictions(*rows):
     for query, (label, score, *_) in enumerate(rows):
         scores[query, label] = score
     boxes = torch.tensor([row[2:] for row in rows], dtype=torch.float32)
-    return Predictions(scores, boxes.view(-1, 4), None)
+    return Predictions(scores[None], boxes.view(1, -1, 4), None)
 
 
 def test_a_case_worked_by_hand():
@@ -138,8 +138,8 @@ def test_every_setting_equals_the_rule_itself(softmax):
     evidence = Evidence(classes, grid)
     usable = torch.tensor([True, True, True, False])
     for image in range(images):
-        p_phi = None if background is None else background[image]
-        pred = Predictions(scores[image] * usable, boxes[image], p_phi)
+        p_phi = None if background is None else background[image : image + 1]
+        pred = Predictions(scores[image : image + 1] * usable, boxes[image : image + 1], p_phi)
         evidence.add(pred, truths[image], hiddens[image])
     counts = evidence.count()
     compared = 0

@@ -23,6 +23,7 @@ from detectron2.utils.logger import setup_logger
 
 from cldetr.engine.from_lazy import recipe_from_lazy
 from cldetr.engine.from_yaml import recipe_from_yaml
+from cldetr.engine.heap import keep_freed_memory
 from cldetr.engine.recipe import Recipe
 from cldetr.engine.results import format_entry
 from cldetr.engine.run import IncrementalRun
@@ -87,6 +88,8 @@ def _work(args: argparse.Namespace, after_run: AfterRun | None) -> int:
     # It would print the traceback of what is told in a line, and of the rest a second time.
     logging.getLogger("detectron2.engine.train_loop").setLevel(logging.CRITICAL)
     recipe = _on_device(read_recipe(args))
+    if recipe.runtime.device == "cpu":
+        keep_freed_memory()
     if args.eval_only:
         entry = score_weights(recipe)
         if comm.is_main_process():

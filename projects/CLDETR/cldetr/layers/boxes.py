@@ -29,13 +29,13 @@ def box_iou(boxes1: Tensor, boxes2: Tensor) -> tuple[Tensor, Tensor]:
     """Computes the overlap of all pairs of boxes in corner form.
 
     Args:
-        boxes1: (N, 4).
-        boxes2: (M, 4).
+        boxes1: (…, N, 4).
+        boxes2: (…, M, 4).
 
     Returns:
-        intersection over union (N, M) and union (N, M).
+        intersection over union (…, N, M) and union (…, N, M).
     """
-    return _iou(boxes1[:, None], boxes2[None])
+    return _iou(boxes1[..., :, None, :], boxes2[..., None, :, :])
 
 
 def paired_giou(boxes1: Tensor, boxes2: Tensor) -> Tensor:

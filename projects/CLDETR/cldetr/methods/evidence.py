@@ -105,22 +105,23 @@ class Evidence:
         """Adds one image.
 
         Args:
-            predictions: the teacher's, with scores of old classes alone.
+            predictions: the teacher's, a batch of one, with scores of old classes alone.
             truth: ground truth of the new classes, which pseudo-labels must leave alone.
             hidden: the old objects, which training does not see.
         """
         self.images += 1
         self._hidden += np.bincount(hidden.labels.cpu().numpy(), minlength=self.num_classes)
-        queries, labels = select_all(predictions, PseudoRule(select="all"), 0.0)
-        scores = predictions.scores[queries, labels]
-        if predictions.background is None:
-            foreground = scores > min(self.grid.score)
-        else:
-            foreground = scores > predictions.background[queries]
-        queries, labels, scores = queries[foreground], labels[foreground], scores[foreground]
+        ranking = select_all(predictions, PseudoRule(select="all"), 0.0)
+        floor: Tensor | float = min(self.grid.score)
+        if predictions.background is not None:
+            floor = predictions.background.gather(1, ranking.queries)
+        foreground = ranking.chosen & (ranking.scores > floor)
+        queries, labels, scores = (
+            x[foreground] for x in (ranking.queries, ranking.classes, ranking.scores)
+        )
         if not len(queries):
             return
-        boxes = predictions.boxes[queries]
+        boxes = predictions.boxes[0, queries]
         worst = torch.zeros(len(boxes), device=boxes.device)
         if len(truth):
             worst = _overlaps(boxes, truth.boxes).amax(dim=1)

@@ -13,6 +13,7 @@ import torch
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_xyxy_to_cxcywh
@@ -113,7 +114,7 @@ class Learner(nn.Module):
         targets = self.detector.targets(batched_inputs)
         advice = None
         if self.teacher is not None:
-            with torch.no_grad():
+            with torch.inference_mode():
                 advice = self.teacher.predict(images)
         output = self.detector.predict(images)
         if not _finite(output) or (advice is not None and not _finite(advice)):
@@ -143,19 +144,18 @@ class Learner(nn.Module):
             names = ", ".join(str(entry["file_name"]) for entry in batched_inputs)
             raise InputError(f"the old model's predictions are not finite on {names}")
         scores, boxes, background = self._read(advice)
-        usable = self._usable(batched_inputs)
+        allowed = scores * self._usable(batched_inputs)[:, None].to(scores.dtype)
+        wanted = candidates(Predictions(allowed, boxes, background), self.rule)
         found = []
         for image, entry in enumerate(batched_inputs):
-            p_phi = None if background is None else background[image]
-            allowed = scores[image] * usable[image].to(scores.dtype)
-            queries = candidates(Predictions(allowed, boxes[image], p_phi), self.rule)
+            queries = wanted[image]
             size = (entry["height"], entry["width"])
             scale = boxes.new_tensor([size[1], size[0], size[1], size[0]])
             kept = Instances(size)
             kept.pred_boxes = Boxes(box_cxcywh_to_xyxy(boxes[image, queries]) * scale)
             kept.scores = scores[image, queries][:, self._teacher_classes]
-            if p_phi is not None:
-                kept.background = p_phi[queries]
+            if background is not None:
+                kept.background = background[image, queries]
             found.append(kept)
         return found
 
@@ -197,29 +197,19 @@ class Learner(nn.Module):
         """Pseudo-labels of a batch from the predictions that its inputs bring."""
         assert self.rule is not None
         kept = [entry["predictions"] for entry in batched_inputs]
-        counts = [len(found) for found in kept]
         sizes = torch.tensor(
-            [[width, height] * 2 for height, width in (x.image_size for x in kept)]
+            [[[width, height] * 2] for height, width in (x.image_size for x in kept)]
         )
-        scale = sizes.repeat_interleave(torch.tensor(counts), dim=0)
-        corners = torch.cat([found.pred_boxes.tensor for found in kept]) / scale
-        boxes = box_xyxy_to_cxcywh(corners).to(usable.device).split(counts)
-        scores = torch.zeros(sum(counts), usable.shape[1], device=usable.device)
-        scores[:, self._teacher_classes] = torch.cat([x.scores for x in kept]).to(usable.device)
-        pseudo = []
-        for image, part in enumerate(scores.split(counts)):
-            p_phi = None
-            if kept[image].has("background"):
-                p_phi = kept[image].background.to(usable.device)[None]
-            pseudo += make_pseudo_labels(
-                part[None],
-                boxes[image][None],
-                p_phi,
-                usable[image : image + 1],
-                self.rule,
-                self.progress,
-            )
-        return pseudo
+        corners = _pad([x.pred_boxes.tensor for x in kept]) / sizes  # (B, N, 4)
+        known = _pad([x.scores for x in kept]).to(usable.device)
+        # Zero where there is no prediction, which no selection takes.
+        scores = known.new_zeros(*known.shape[:2], usable.shape[1])
+        scores.index_copy_(2, self._teacher_classes.nonzero()[:, 0], known)
+        background = None
+        if kept[0].has("background"):
+            background = _pad([x.background for x in kept]).to(usable.device)
+        boxes = box_xyxy_to_cxcywh(corners).to(usable.device)
+        return make_pseudo_labels(scores, boxes, background, usable, self.rule, self.progress)
 
     def _usable(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Classes that may be pseudo-labelled on each image, (B, K)."""
@@ -280,6 +270,11 @@ def _mask(labels: Sequence[int], num_classes: int) -> Tensor:
     mask = torch.zeros(num_classes, dtype=torch.bool)
     mask[list(labels)] = True
     return mask
+
+
+def _pad(rows: list[Tensor]) -> Tensor:
+    """Stacks tensors of different lengths, filled up with zeros."""
+    return pad_sequence(rows, batch_first=True)
 
 
 def _finite(output: DetrOutput) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_iou
@@ -64,53 +65,60 @@ class PseudoRule:
 
 @dataclass(frozen=True)
 class Predictions:
-    """A model's predictions on one image, as the selections read them."""
+    """A model's predictions on a batch, as the selections read them."""
 
-    scores: Tensor  # (Q, K) class probabilities, zero for classes that may not be used
-    boxes: Tensor  # (Q, 4) cxcywh in [0, 1]
-    background: Tensor | None  # (Q,) p(φ) of a softmax head, None for a sigmoid head
-
-
-# A selection takes the predictions, the rule and the progress of the stage in [0, 1], and returns
-# the chosen queries and their classes, most confident first. What it chooses at any progress it
-# chooses at the beginning or at the end too; `candidates` relies on that.
-Selection = Callable[[Predictions, PseudoRule, float], tuple[Tensor, Tensor]]
+    scores: Tensor  # (B, Q, K) class probabilities, zero for classes that may not be used
+    boxes: Tensor  # (B, Q, 4) cxcywh in [0, 1]
+    background: Tensor | None  # (B, Q) p(φ) of a softmax head, None for a sigmoid head
 
 
-def select_topk(pred: Predictions, rule: PseudoRule, progress: float) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True)
+class Ranking:
+    """Predictions of every image, most confident first, and which of them a selection chooses."""
+
+    queries: Tensor  # (B, R)
+    classes: Tensor  # (B, R)
+    scores: Tensor  # (B, R), descending; equal ones keep the order of the queries
+    chosen: Tensor  # (B, R) bool, never where the score is zero
+
+
+# A selection takes the predictions, the rule and the progress of the stage in [0, 1]. What it
+# chooses at any progress it chooses at the beginning or at the end too; `candidates` relies on
+# that. An image's choice must not depend on the others of its batch.
+Selection = Callable[[Predictions, PseudoRule, float], Ranking]
+
+
+def select_topk(pred: Predictions, rule: PseudoRule, progress: float) -> Ranking:
     """The K most confident foreground queries: the set P."""
-    queries, classes, scores = _by_confidence(pred)
+    ranking = _by_confidence(pred)
     # The paper writes "∀c: p(c) > p(φ)", which nothing can satisfy: the best class is meant.
-    floor = rule.foreground if pred.background is None else pred.background[queries]
-    keep = scores > floor
-    return queries[keep][: rule.k], classes[keep][: rule.k]
+    foreground = ranking.chosen & (ranking.scores > _floor(pred, ranking, rule.foreground))
+    chosen = foreground & (foreground.cumsum(dim=1) <= rule.k)
+    return dataclasses.replace(ranking, chosen=chosen)
 
 
-def select_threshold(pred: Predictions, rule: PseudoRule, progress: float) -> tuple[Tensor, Tensor]:
+def select_threshold(pred: Predictions, rule: PseudoRule, progress: float) -> Ranking:
     """All non-background queries whose score reaches p (Table 3, rows 4-6)."""
     return _reaching(pred, rule.score)
 
 
-def select_curriculum(
-    pred: Predictions, rule: PseudoRule, progress: float
-) -> tuple[Tensor, Tensor]:
+def select_curriculum(pred: Predictions, rule: PseudoRule, progress: float) -> Ranking:
     """As `threshold`, with p falling linearly from `score_start` to `score` over the stage."""
     progress = min(max(progress, 0.0), 1.0)
     return _reaching(pred, rule.score_start + (rule.score - rule.score_start) * progress)
 
 
-def select_all(pred: Predictions, rule: PseudoRule, progress: float) -> tuple[Tensor, Tensor]:
+def select_all(pred: Predictions, rule: PseudoRule, progress: float) -> Ranking:
     """Every query with its best class: joint matching without selection (Table 2, row 3)."""
-    queries, classes, _ = _by_confidence(pred)
-    return queries, classes
+    return _by_confidence(pred)
 
 
-def select_pairs(pred: Predictions, rule: PseudoRule, progress: float) -> tuple[Tensor, Tensor]:
+def select_pairs(pred: Predictions, rule: PseudoRule, progress: float) -> Ranking:
     """The K best (query, class) pairs: what the released code does."""
-    scores, order = pred.scores.flatten().sort(descending=True, stable=True)
-    order = order[: rule.k][scores[: rule.k] > 0]
-    num_classes = pred.scores.shape[1]
-    return order // num_classes, order % num_classes
+    scores, order = pred.scores.flatten(1).sort(dim=1, descending=True, stable=True)
+    scores, order = scores[:, : rule.k], order[:, : rule.k]
+    num_classes = pred.scores.shape[2]
+    return Ranking(order // num_classes, order % num_classes, scores, scores > 0)
 
 
 SELECTIONS: dict[str, Selection] = {
@@ -142,30 +150,31 @@ def make_pseudo_labels(
         progress: how much of the stage is done, in [0, 1].
     """
     scores = scores * usable[:, None, :].to(scores.dtype)
-    select = SELECTIONS[rule.select]
-    found = []
-    for image in range(len(scores)):
-        p_phi = None if background is None else background[image]
-        pred = Predictions(scores[image], boxes[image], p_phi)
-        queries, classes = select(pred, rule, progress)
-        probs = None
-        if rule.soft:
-            probs = pred.scores[queries]
-            if p_phi is not None:
-                probs = torch.cat([probs, p_phi[queries, None]], dim=1)
-                probs = probs / probs.sum(dim=1, keepdim=True)
-        found.append(Target(classes, pred.boxes[queries], probs))
-    return found
+    ranking = SELECTIONS[rule.select](Predictions(scores, boxes, background), rule, progress)
+    images, places = ranking.chosen.nonzero(as_tuple=True)  # image by image
+    queries = ranking.queries[images, places]
+    probs = None
+    if rule.soft:
+        probs = scores[images, queries]
+        if background is not None:
+            probs = torch.cat([probs, background[images, queries, None]], dim=1)
+            probs = probs / probs.sum(dim=1, keepdim=True)
+    found = Target(ranking.classes[images, places], boxes[images, queries], probs)
+    return _split(found, images, len(scores))
 
 
 def candidates(pred: Predictions, rule: PseudoRule) -> Tensor:
-    """The queries that the rule may choose in the course of a stage, ascending, (N,).
+    """The queries that the rule may choose in the course of a stage, (B, Q) bool.
 
     A crop may lose the most confident ones, so ten times K are kept.
     """
     wide = dataclasses.replace(rule, k=10 * rule.k)
-    select = SELECTIONS[rule.select]
-    return torch.cat([select(pred, wide, progress)[0] for progress in (0.0, 1.0)]).unique()
+    found = torch.zeros(pred.scores.shape[:2], dtype=torch.bool, device=pred.scores.device)
+    for progress in (0.0, 1.0):
+        ranking = SELECTIONS[rule.select](pred, wide, progress)
+        images, places = ranking.chosen.nonzero(as_tuple=True)
+        found[images, ranking.queries[images, places]] = True
+    return found
 
 
 def drop_overlapping(pseudo: Target, truth: Target, rule: PseudoRule) -> Target:
@@ -180,20 +189,15 @@ def _drop_in_batch(
     counts, others = [len(x) for x in pseudos], [len(x) for x in truths]
     if not any(counts) or not any(others):
         return list(pseudos)
-    boxes = box_cxcywh_to_xyxy(torch.cat([pseudo.boxes for pseudo in pseudos]))
-    wanted = box_cxcywh_to_xyxy(torch.cat([truth.boxes for truth in truths]))
-    images = torch.arange(len(counts))
-    apart = images.repeat_interleave(torch.tensor(counts))[:, None] != images.repeat_interleave(
-        torch.tensor(others)
-    )
-    iou = box_iou(boxes, wanted)[0].masked_fill(apart.to(boxes.device), -1.0)
-    worst = iou.amax(dim=1)
-    keep = worst < rule.iou if rule.drop_at_iou else worst <= rule.iou
-    found = []
-    for pseudo, clear in zip(pseudos, keep.split(counts), strict=True):
-        probs = None if pseudo.probs is None else pseudo.probs[clear]
-        found.append(Target(pseudo.labels[clear], pseudo.boxes[clear], probs))
-    return found
+    boxes, exists = _pad_corners(pseudos, counts)  # (B, P, 4), (B, P)
+    wanted, asked = _pad_corners(truths, others)
+    iou = box_iou(boxes, wanted)[0].masked_fill(~asked[:, None], -1.0)  # (B, P, T)
+    worst = iou.amax(dim=2)
+    clear = (worst < rule.iou if rule.drop_at_iou else worst <= rule.iou)[exists]
+    together = _join(pseudos)
+    probs = None if together.probs is None else together.probs[clear]
+    kept = Target(together.labels[clear], together.boxes[clear], probs)
+    return _split(kept, exists.nonzero()[:, 0][clear], len(pseudos))
 
 
 def merge(truth: Target, pseudo: Target, most: int) -> tuple[Target, int]:
@@ -204,16 +208,32 @@ def merge(truth: Target, pseudo: Target, most: int) -> tuple[Target, int]:
     Returns:
         the merged labels and how many pseudo-labels did not fit.
     """
-    room = max(most - len(truth), 0)
-    dropped = max(len(pseudo) - room, 0)
-    labels = torch.cat([truth.labels, pseudo.labels[:room]])
-    boxes = torch.cat([truth.boxes, pseudo.boxes[:room]])
-    probs = None
-    if pseudo.probs is not None:
-        one_hot = pseudo.probs.new_zeros(len(truth), pseudo.probs.shape[1])
-        one_hot[torch.arange(len(truth), device=one_hot.device), truth.labels] = 1.0
-        probs = torch.cat([one_hot, pseudo.probs[:room]])
-    return Target(labels, boxes, probs), dropped
+    merged, dropped = _merge_in_batch([truth], [pseudo], most)
+    return merged[0], dropped[0]
+
+
+def _merge_in_batch(
+    truths: Sequence[Target], pseudos: Sequence[Target], most: int
+) -> tuple[list[Target], list[int]]:
+    """`merge` of every image."""
+    hard = _join(truths)
+    one_hot: Sequence[Tensor | None] = [None] * len(truths)
+    soft = pseudos[0].probs
+    if soft is not None:
+        rows = soft.new_zeros(len(hard), soft.shape[1])
+        rows.scatter_(1, hard.labels[:, None], 1.0)
+        one_hot = rows.split([len(truth) for truth in truths])
+    merged, dropped = [], []
+    for truth, pseudo, certain in zip(truths, pseudos, one_hot, strict=True):
+        room = max(most - len(truth), 0)
+        dropped.append(max(len(pseudo) - room, 0))
+        labels = torch.cat([truth.labels, pseudo.labels[:room]])
+        boxes = torch.cat([truth.boxes, pseudo.boxes[:room]])
+        probs = None
+        if certain is not None and pseudo.probs is not None:
+            probs = torch.cat([certain, pseudo.probs[:room]])
+        merged.append(Target(labels, boxes, probs))
+    return merged, dropped
 
 
 @dataclass(frozen=True)
@@ -231,31 +251,65 @@ def merge_batch(
     truths: Sequence[Target], pseudos: Sequence[Target], rule: PseudoRule, most: int
 ) -> tuple[list[Target], MergeCounts]:
     """Filters and merges the pseudo-labels of every image of a batch (Eq. 3 and 4)."""
-    merged, empty, kept, overlapping, overflow = [], 0, 0, 0, 0
-    for truth, pseudo, clear in zip(
-        truths, pseudos, _drop_in_batch(pseudos, truths, rule), strict=True
-    ):
-        target, dropped = merge(truth, clear, most)
-        merged.append(target)
-        joined = len(clear) - dropped
-        empty += joined == 0
-        kept += joined
-        overlapping += len(pseudo) - len(clear)
-        overflow += dropped
-    return merged, MergeCounts(len(merged), empty, kept, overlapping, overflow)
+    clear = _drop_in_batch(pseudos, truths, rule)
+    merged, dropped = _merge_in_batch(truths, clear, most)
+    joined = [len(x) - lost for x, lost in zip(clear, dropped, strict=True)]
+    return merged, MergeCounts(
+        images=len(merged),
+        empty=joined.count(0),
+        pseudo=sum(joined),
+        overlapping=sum(map(len, pseudos)) - sum(map(len, clear)),
+        overflow=sum(dropped),
+    )
 
 
-def _reaching(pred: Predictions, least: float) -> tuple[Tensor, Tensor]:
-    queries, classes, scores = _by_confidence(pred)
-    keep = scores >= least
+def _reaching(pred: Predictions, least: float) -> Ranking:
+    ranking = _by_confidence(pred)
+    chosen = ranking.chosen & (ranking.scores >= least)
     if pred.background is not None:
-        keep &= scores > pred.background[queries]
-    return queries[keep], classes[keep]
+        chosen &= ranking.scores > _floor(pred, ranking, 0.0)
+    return dataclasses.replace(ranking, chosen=chosen)
 
 
-def _by_confidence(pred: Predictions) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, best classes and scores, most confident first; equal scores keep query order."""
-    best, classes = pred.scores.max(dim=1)
-    scores, queries = best.sort(descending=True, stable=True)
-    queries, scores = queries[scores > 0], scores[scores > 0]
-    return queries, classes[queries], scores
+def _by_confidence(pred: Predictions) -> Ranking:
+    """All queries with their best classes."""
+    best, classes = pred.scores.max(dim=2)
+    scores, queries = best.sort(dim=1, descending=True, stable=True)
+    return Ranking(queries, classes.gather(1, queries), scores, scores > 0)
+
+
+def _floor(pred: Predictions, ranking: Ranking, foreground: float) -> Tensor | float:
+    """What the score of a foreground query exceeds: p(φ), or a constant for a sigmoid head."""
+    if pred.background is None:
+        return foreground
+    return pred.background.gather(1, ranking.queries)
+
+
+def _pad_corners(targets: Sequence[Target], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The boxes of every image as corners, filled up to one number, and which are not filling."""
+    boxes = pad_sequence([target.boxes for target in targets], batch_first=True)
+    places = torch.arange(boxes.shape[1])
+    exists = places < torch.tensor(counts)[:, None]
+    return box_cxcywh_to_xyxy(boxes), exists.to(boxes.device)
+
+
+def _join(targets: Sequence[Target]) -> Target:
+    """The labels of a batch, one image after the other."""
+    probs = [target.probs for target in targets if target.probs is not None]
+    return Target(
+        torch.cat([target.labels for target in targets]),
+        torch.cat([target.boxes for target in targets]),
+        torch.cat(probs) if probs else None,
+    )
+
+
+def _split(together: Target, images: Tensor, count: int) -> list[Target]:
+    """The labels of each of `count` images; label i is of `images[i]`, which ascend."""
+    sizes = images.bincount(minlength=count).tolist()
+    probs = [None] * count if together.probs is None else together.probs.split(sizes)
+    return [
+        Target(*parts)
+        for parts in zip(
+            together.labels.split(sizes), together.boxes.split(sizes), probs, strict=True
+        )
+    ]

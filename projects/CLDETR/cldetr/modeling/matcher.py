@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, paired_giou
 from cldetr.modeling.classification import Classification
@@ -94,18 +95,17 @@ class Matcher:
             # Gathered before the cost is taken: K classes would be K times the work.
             class_cost = self.classification.cost(prepared[:, images, :, labels])  # (N, L, Q)
         else:
-            class_cost = self._soft_cost(prepared, targets)
+            class_cost = self._soft_cost(prepared, targets, images)
         return self.class_cost * class_cost + self.box_cost * distance - self.giou_cost * giou
 
-    def _soft_cost(self, prepared: Tensor, targets: Sequence[Target]) -> Tensor:
+    def _soft_cost(self, prepared: Tensor, targets: Sequence[Target], images: Tensor) -> Tensor:
         """⟨cost, p_i⟩ for labels that are distributions (Eq. 2), (N, L, Q)."""
-        cost = self.classification.cost(prepared)  # (L, B, Q, C)
-        width = cost.shape[-1]
-        rows = [
-            torch.einsum("lqc,tc->tlq", cost[:, image], target.distribution(width))
-            for image, target in enumerate(targets)
-        ]
-        return torch.cat(rows)
+        cost = self.classification.cost(prepared).transpose(0, 1)  # (B, L, Q, C)
+        rows = [target.distribution(cost.shape[-1]) for target in targets]
+        labels = pad_sequence(rows, batch_first=True)  # (B, T, C), for one product of all images
+        products = labels @ cost.flatten(1, 2).transpose(1, 2)  # (B, T, L·Q)
+        places = torch.cat([torch.arange(len(row)) for row in rows]).to(images.device)
+        return products[images, places].unflatten(1, cost.shape[1:3])
 
 
 def _per_label(boxes: Tensor, images: Tensor) -> Tensor:

@@ -149,8 +149,7 @@ def diagnose(
         classes = labels.labels.cpu().numpy()
         given += np.bincount(classes, minlength=len(given))
         right += np.bincount(classes[found], minlength=len(given))
-        p_phi = None if background is None else background[0]
-        evidence.add(Predictions(scores[0] * is_old, boxes[0], p_phi), truth, hidden)
+        evidence.add(Predictions(scores * is_old, boxes, background), truth, hidden)
     names = {label: scenario.categories[label].name for label in old}
     return Diagnosis(
         phase, where, str(weights), names, softmax, evidence.count(), rule, given, right
