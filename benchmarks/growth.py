@@ -15,9 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measure import alternate, rounded, versions  # type: ignore[import-not-found]
+from measure import (  # type: ignore[import-not-found]
+    medians,
+    rounded,
+    shares,
+    take_turns,
+    versions,
+)
 
 from cldetr.engine.from_yaml import recipe_from_yaml
+from cldetr.engine.heap import keep_freed_memory
 from cldetr.modeling.structures import ImageBatch, Target
 
 CONFIG = str(Path(__file__).parents[1] / "configs" / "70_10.yaml")
@@ -52,18 +59,19 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     args = parser.parse_args()
     torch.set_num_threads(1)
+    keep_freed_memory()  # as train_net.py does
     cases = {"start": START}
     for key, values in CHANGES.items():
         cases |= {f"{key} {value}": {**START, key: value} for value in values}
-    seconds = alternate({name: make_step(**case) for name, case in cases.items()}, args.repeat)
-    shares = {name: value / seconds["start"] for name, value in seconds.items()}
-    for name, share in shares.items():
+    times = take_turns({name: make_step(**case) for name, case in cases.items()}, args.repeat)
+    seconds, of_start = medians(times), shares(times, "start")
+    for name, share in of_start.items():
         print(f"{name:14}{seconds[name]:8.3f} s{share:8.2f}")
     report = {
         "benchmark": "growth",
         "start": START,
         "seconds": rounded(seconds),
-        "of_start": rounded(shares),
+        "of_start": rounded(of_start),
         "repeat": args.repeat,
         "versions": versions("detectron2"),
     }

@@ -20,7 +20,17 @@ def alternate(
     clock: Callable[[], float] = time.process_time,
     warm: int = 1,
 ) -> dict[str, float]:
-    """Runs every side in turn, again and again; the median seconds of each side.
+    """Runs every side in turn, again and again; the median seconds of each side."""
+    return medians(take_turns(runs, repeat, clock, warm))
+
+
+def take_turns(
+    runs: Mapping[str, Callable[[], object]],
+    repeat: int,
+    clock: Callable[[], float] = time.process_time,
+    warm: int = 1,
+) -> dict[str, list[float]]:
+    """Runs every side in turn, again and again; the seconds of each side, round by round.
 
     CPU time by default: with one thread, other processes disturb it least.
     """
@@ -33,7 +43,23 @@ def alternate(
             start = clock()
             run()
             times[side].append(clock() - start)
+    return times
+
+
+def medians(times: Mapping[str, list[float]]) -> dict[str, float]:
+    """The median seconds of each side."""
     return {side: statistics.median(found) for side, found in times.items()}
+
+
+def shares(times: Mapping[str, list[float]], base: str) -> dict[str, float]:
+    """The median over the rounds of each side's time over that of `base` in the same round.
+
+    Where the machine's speed changes in the course of minutes, a round sees one speed.
+    """
+    return {
+        side: statistics.median(a / b for a, b in zip(found, times[base], strict=True))
+        for side, found in times.items()
+    }
 
 
 def peak_mb() -> float:

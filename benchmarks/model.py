@@ -32,6 +32,7 @@ from hugging_face import inputs, twin, weighted_losses  # type: ignore[import-no
 from measure import peak_mb  # type: ignore[import-not-found]
 
 import cldetr
+from cldetr.engine.heap import keep_freed_memory
 from cldetr.layers.libraries import op_backends
 from cldetr.modeling import DeformableDETR
 from cldetr.modeling.config import add_model_config
@@ -145,6 +146,7 @@ def main() -> None:
     parser.add_argument("--memory-of", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # as train_net.py does; it helps both sides
     contest = Contest(args.batch, args.height, args.width)
     if args.memory_of:
         train, _ = contest.make(args.memory_of)

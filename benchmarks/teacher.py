@@ -7,8 +7,9 @@
 Sides: `plain` has no old model; `live` asks it in every step, without gradients; `cached` gets its
 predictions with the images (METHOD.PSEUDO.CACHE); `released` asks it in every step with gradients
 on, as the authors' code does. A step is preprocessing, forward, losses, backward, clipping and
-AdamW. Times are medians of alternating runs, CPU time of one thread. Peak memory is that of a
-whole process after two steps, one process per side. The last line is JSON.
+AdamW. Times are medians of alternating runs, CPU time of one thread, ratios medians over the
+rounds. Peak memory is that of a whole process after two steps, one process per side. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from typing import Any
 import torch
 from detectron2.structures import Boxes, Instances
 from measure import (  # type: ignore[import-not-found]
-    alternate,
     ask_fresh_process,
+    medians,
     peak_mb,
     rounded,
+    shares,
+    take_turns,
     versions,
 )
 
 from cldetr.engine.from_yaml import recipe_from_yaml
+from cldetr.engine.heap import keep_freed_memory
 from cldetr.engine.recipe import OptimizerSettings
 from cldetr.engine.trainer import build_optimizer
 from cldetr.methods.learner import Learner, freeze
@@ -126,6 +130,7 @@ def main() -> None:
         args.width or width,
     )
     torch.set_num_threads(args.threads)
+    keep_freed_memory()  # as train_net.py does
     if args.memory_of:
         step = make_step(args.memory_of, args)
         step()
@@ -139,10 +144,11 @@ def main() -> None:
         side: ask_fresh_process(__file__, f"--memory-of={side}", *words)["peak_mb"]
         for side in args.sides
     }
-    seconds = alternate({side: make_step(side, args) for side in args.sides}, args.repeat)
+    times = take_turns({side: make_step(side, args) for side in args.sides}, args.repeat)
+    seconds = medians(times)
     print(f"{'':10}{'seconds':>10}{'of plain':>10}{'peak, MB':>10}{'of plain':>10}")
     ratios = {
-        "time": {side: seconds[side] / seconds["plain"] for side in args.sides},
+        "time": shares(times, "plain"),
         "memory": {side: memory[side] / memory["plain"] for side in args.sides},
     }
     for side in args.sides:

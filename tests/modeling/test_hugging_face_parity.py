@@ -142,7 +142,7 @@ def compare_gradients(ours, theirs):
             continue
         error = float((found - wanted).norm() / wanted.norm().clamp(min=1e-3))
         # In a backbone one of many ReLUs may lie within rounding of zero and open on one side only;
-        # against double precision either implementation shows such an error now and then, and one of
+        # against double precision either implementation shows such errors now and then, and some of
         # 2e-4 in the transformer.
         assert error < (2e-2 if ".backbone." in name else 2e-4), f"{name}: {error}"
         compared += 1

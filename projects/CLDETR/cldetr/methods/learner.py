@@ -13,10 +13,10 @@ import torch
 from detectron2.structures import Boxes, Instances
 from detectron2.utils.events import EventStorage, get_event_storage
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_xyxy_to_cxcywh
+from cldetr.layers.ragged import pad_rows, row_places
 from cldetr.methods.distill import LOSSES, DistillRule, Pair
 from cldetr.methods.pseudo import (
     MergeCounts,
@@ -187,9 +187,7 @@ class Learner(nn.Module):
         pseudo = self.pseudo_labels(advice, batched_inputs)
         most = self.detector.num_queries
         merged, counts = merge_batch(truths, pseudo, self.rule, most=most)
-        pairs = zip(merged, truths, strict=True)  # ground truth comes first
-        added = torch.cat([target.labels[len(truth) :] for target, truth in pairs])
-        self.pseudo_counts += torch.bincount(added, minlength=len(self.pseudo_counts))
+        self.pseudo_counts += self._count(merged) - self._count(truths)
         self._log(counts, truths)
         return merged
 
@@ -200,14 +198,20 @@ class Learner(nn.Module):
         sizes = torch.tensor(
             [[[width, height] * 2] for height, width in (x.image_size for x in kept)]
         )
-        corners = _pad([x.pred_boxes.tensor for x in kept]) / sizes  # (B, N, 4)
-        known = _pad([x.scores for x in kept]).to(usable.device)
+        counts = [len(found) for found in kept]
+        images, places = row_places(counts, torch.device("cpu"))
+
+        def pad(parts: list[Tensor]) -> Tensor:
+            return pad_rows(torch.cat(parts), images, places, counts)
+
+        corners = pad([x.pred_boxes.tensor for x in kept]) / sizes  # (B, N, 4)
+        known = pad([x.scores for x in kept]).to(usable.device)
         # Zero where there is no prediction, which no selection takes.
         scores = known.new_zeros(*known.shape[:2], usable.shape[1])
         scores.index_copy_(2, self._teacher_classes.nonzero()[:, 0], known)
         background = None
         if kept[0].has("background"):
-            background = _pad([x.background for x in kept]).to(usable.device)
+            background = pad([x.background for x in kept]).to(usable.device)
         boxes = box_xyxy_to_cxcywh(corners).to(usable.device)
         return make_pseudo_labels(scores, boxes, background, usable, self.rule, self.progress)
 
@@ -242,6 +246,11 @@ class Learner(nn.Module):
         )
         return LOSSES[rule.loss](pair, rule)
 
+    def _count(self, targets: list[Target]) -> Tensor:
+        """Labels of each class, (K,)."""
+        labels = torch.cat([target.labels for target in targets])
+        return torch.bincount(labels, minlength=len(self.pseudo_counts))
+
     def _log(self, counts: MergeCounts, truths: list[Target]) -> None:
         self.pseudo_images += counts.images
         self.pseudo_empty += counts.empty
@@ -270,11 +279,6 @@ def _mask(labels: Sequence[int], num_classes: int) -> Tensor:
     mask = torch.zeros(num_classes, dtype=torch.bool)
     mask[list(labels)] = True
     return mask
-
-
-def _pad(rows: list[Tensor]) -> Tensor:
-    """Stacks tensors of different lengths, filled up with zeros."""
-    return pad_sequence(rows, batch_first=True)
 
 
 def _finite(output: DetrOutput) -> bool:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_iou
+from cldetr.layers.ragged import pad_rows, row_places
 from cldetr.modeling.structures import Target
 
 
@@ -189,15 +189,17 @@ def _drop_in_batch(
     counts, others = [len(x) for x in pseudos], [len(x) for x in truths]
     if not any(counts) or not any(others):
         return list(pseudos)
-    boxes, exists = _pad_corners(pseudos, counts)  # (B, P, 4), (B, P)
-    wanted, asked = _pad_corners(truths, others)
-    iou = box_iou(boxes, wanted)[0].masked_fill(~asked[:, None], -1.0)  # (B, P, T)
-    worst = iou.amax(dim=2)
-    clear = (worst < rule.iou if rule.drop_at_iou else worst <= rule.iou)[exists]
     together = _join(pseudos)
+    images, _ = row_places(counts, together.boxes.device)
+    corners = box_cxcywh_to_xyxy(torch.cat([truth.boxes for truth in truths]))
+    wanted = pad_rows(corners, *row_places(others, corners.device), others)[images]  # (P, T, 4)
+    exists = torch.arange(max(others)) < torch.tensor(others)[:, None]
+    iou = box_iou(box_cxcywh_to_xyxy(together.boxes)[:, None], wanted)[0][:, 0]
+    worst = iou.masked_fill(~exists.to(iou.device)[images], -1.0).amax(dim=1)
+    clear = worst < rule.iou if rule.drop_at_iou else worst <= rule.iou
     probs = None if together.probs is None else together.probs[clear]
     kept = Target(together.labels[clear], together.boxes[clear], probs)
-    return _split(kept, exists.nonzero()[:, 0][clear], len(pseudos))
+    return _split(kept, images[clear], len(pseudos))
 
 
 def merge(truth: Target, pseudo: Target, most: int) -> tuple[Target, int]:
@@ -225,13 +227,14 @@ def _merge_in_batch(
         one_hot = rows.split([len(truth) for truth in truths])
     merged, dropped = [], []
     for truth, pseudo, certain in zip(truths, pseudos, one_hot, strict=True):
-        room = max(most - len(truth), 0)
-        dropped.append(max(len(pseudo) - room, 0))
-        labels = torch.cat([truth.labels, pseudo.labels[:room]])
-        boxes = torch.cat([truth.boxes, pseudo.boxes[:room]])
+        dropped.append(max(len(truth) + len(pseudo) - max(most, len(truth)), 0))
+        if dropped[-1]:
+            pseudo = _first(pseudo, len(pseudo) - dropped[-1])
+        labels = torch.cat([truth.labels, pseudo.labels])
+        boxes = torch.cat([truth.boxes, pseudo.boxes])
         probs = None
         if certain is not None and pseudo.probs is not None:
-            probs = torch.cat([certain, pseudo.probs[:room]])
+            probs = torch.cat([certain, pseudo.probs])
         merged.append(Target(labels, boxes, probs))
     return merged, dropped
 
@@ -285,12 +288,9 @@ def _floor(pred: Predictions, ranking: Ranking, foreground: float) -> Tensor | f
     return pred.background.gather(1, ranking.queries)
 
 
-def _pad_corners(targets: Sequence[Target], counts: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The boxes of every image as corners, filled up to one number, and which are not filling."""
-    boxes = pad_sequence([target.boxes for target in targets], batch_first=True)
-    places = torch.arange(boxes.shape[1])
-    exists = places < torch.tensor(counts)[:, None]
-    return box_cxcywh_to_xyxy(boxes), exists.to(boxes.device)
+def _first(target: Target, count: int) -> Target:
+    probs = None if target.probs is None else target.probs[:count]
+    return Target(target.labels[:count], target.boxes[:count], probs)
 
 
 def _join(targets: Sequence[Target]) -> Target:

@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, paired_giou
+from cldetr.layers.ragged import pad_rows, row_places
 from cldetr.modeling.classification import Classification
 from cldetr.modeling.structures import DetrOutput, Target
 
@@ -101,10 +101,11 @@ class Matcher:
     def _soft_cost(self, prepared: Tensor, targets: Sequence[Target], images: Tensor) -> Tensor:
         """⟨cost, p_i⟩ for labels that are distributions (Eq. 2), (N, L, Q)."""
         cost = self.classification.cost(prepared).transpose(0, 1)  # (B, L, Q, C)
-        rows = [target.distribution(cost.shape[-1]) for target in targets]
-        labels = pad_sequence(rows, batch_first=True)  # (B, T, C), for one product of all images
+        rows = torch.cat([target.distribution(cost.shape[-1]) for target in targets])
+        counts = [len(target) for target in targets]
+        _, places = row_places(counts, images.device)
+        labels = pad_rows(rows, images, places, counts)  # (B, T, C): one product of all images
         products = labels @ cost.flatten(1, 2).transpose(1, 2)  # (B, T, L·Q)
-        places = torch.cat([torch.arange(len(row)) for row in rows]).to(images.device)
         return products[images, places].unflatten(1, cost.shape[1:3])
 
 
