@@ -1,12 +1,13 @@
 """Two processes against one: a training step of the same global batch, on the CPU.
 
-    python benchmarks/processes.py
+    python benchmarks/processes.py                  # the small detector, 64 images of 80 × 80
+    python benchmarks/processes.py --model r50      # R-50, 2 images of 256 × 256
 
-Trains the first phase of configs/shapes.yaml for a few steps, loading included, by one process and
-by two that average their gradients, in turn. `cpu` compares CPU time per step of one process with
-that of the busier of two: what two free cores would give, whatever else the machine does meanwhile;
-time spent waiting for the other process is not in it. `wall` is what happened, and says little
-where the cores are not free. The last line is JSON.
+Trains the first phase on the embedded data set for a few steps, loading included, by one process
+and by two that average their gradients, in turn; medians over the steps. `cpu` compares CPU time
+per step of one process with that of the busier of two: what two free cores would give, whatever
+else the machine does meanwhile; time spent waiting for the other process is not in it. `wall` is
+what happened, and says little where the cores are not free. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -20,16 +21,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from measure import versions  # type: ignore[import-not-found]
 
 ROOT = Path(__file__).parents[1]
-WARM = 5  # steps
+CONFIGS = ROOT / "configs"
+SMALL = ["--config-file", str(CONFIGS / "shapes.yaml")]
+R50 = ["--config-file", str(CONFIGS / "base" / "deformable_detr_r50.yaml"), "MODEL.WEIGHTS", ""]
+R50 += ["INPUT.MIN_SIZE_TRAIN", "[256]", "INPUT.CROP.PROBABILITY", "0.0"]
+for split, folder in (("TRAIN", "train"), ("TEST", "val")):
+    place = f"datasets/shapes/annotations/instances_{folder}.json:datasets/shapes/images/{folder}"
+    R50 += [f"DATASETS.{split}", f"['{place}']"]
+R50 += ["SCENARIO.NAME", "7+3", "SCENARIO.ORDER", "id", "DATALOADER.NUM_WORKERS", "0"]
+# Nothing but steps: no log, no pictures, no checkpoint.
+STEPS_ALONE = ["LOG_PERIOD", "1000", "LOG_IMAGES", "0", "SOLVER.CHECKPOINT_PERIOD", "1000"]
+MODELS = {"small": (SMALL, 64, 40), "r50": (R50, 2, 8)}  # config, images, steps
+WARM = 3  # steps
 
 
-def train(folder: str, steps: int, batch: int) -> None:
+def train(args: argparse.Namespace) -> None:
     """One process of a run: prints the time of its steps, then leaves."""
     from cldetr.engine.main import main as train_net
     from cldetr.engine.trainer import StageTrainer
@@ -39,17 +52,19 @@ def train(folder: str, steps: int, batch: int) -> None:
 
     def timed_step(trainer: StageTrainer) -> None:
         moments.append((time.process_time(), time.perf_counter()))
-        if len(moments) > WARM + steps:
-            first, last = moments[WARM], moments[-1]
-            cpu, wall = ((b - a) / steps for a, b in zip(first, last, strict=True))
+        if len(moments) > WARM + args.steps:
+            cpu, wall = (
+                statistics.median(b - a for a, b in pairwise(clock))
+                for clock in zip(*moments[WARM:], strict=True)
+            )
             print(json.dumps({"cpu": cpu, "wall": wall}), flush=True)
             os._exit(0)
         run_step(trainer)
 
     patched: Any = StageTrainer
     patched.run_step = timed_step
-    words = ["--config-file", str(ROOT / "configs" / "shapes.yaml"), "OUTPUT_DIR", folder]
-    sys.exit(train_net([*words, "SOLVER.IMS_PER_BATCH", str(batch)]))
+    words = ["OUTPUT_DIR", args.folder, "SOLVER.IMS_PER_BATCH", str(args.batch), *STEPS_ALONE]
+    sys.exit(train_net([*MODELS[args.model][0], *words]))
 
 
 def measure(processes: int, args: argparse.Namespace) -> dict[str, float]:
@@ -60,7 +75,7 @@ def measure(processes: int, args: argparse.Namespace) -> dict[str, float]:
     started = []
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--folder", f"{folder}/run"]
-        command += [f"--steps={args.steps}", f"--batch={args.batch}"]
+        command += [f"--{key}={getattr(args, key)}" for key in ("model", "steps", "batch")]
         for rank in range(processes):
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
             if processes > 1:
@@ -78,14 +93,17 @@ def measure(processes: int, args: argparse.Namespace) -> dict[str, float]:
 def main() -> None:
     """Runs the comparison."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--model", choices=MODELS, default="small")
+    parser.add_argument("--steps", type=int, help="40 for small, 8 for r50")
+    parser.add_argument("--batch", type=int, help="images; 64 for small, 2 for r50")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    _, batch, steps = MODELS[args.model]
+    args.batch, args.steps = args.batch or batch, args.steps or steps
     os.chdir(ROOT)
     if args.folder:
-        train(args.folder, args.steps, args.batch)
+        train(args)
     make = "from cldetr.data.shapes import ensure_shapes; ensure_shapes('datasets/shapes')"
     subprocess.run([sys.executable, "-c", make], check=True, stdout=subprocess.DEVNULL)
     runs: dict[int, list[dict[str, float]]] = {1: [], 2: []}
@@ -98,6 +116,7 @@ def main() -> None:
     }
     report = {
         "benchmark": "processes",
+        "model": args.model,
         "batch": args.batch,
         "seconds_per_step": {
             clock: {str(n): round(value, 4) for n, value in both.items()}

@@ -400,4 +400,7 @@ def _parallel(learner: Learner, device: torch.device) -> nn.Module:
     if comm.get_world_size() == 1:
         return learner
     ids = [device.index] if device.type == "cuda" else None
-    return DistributedDataParallel(learner, device_ids=ids, broadcast_buffers=False)
+    # Gradients as views of what is sent: no second copy of them, in memory or in time.
+    return DistributedDataParallel(
+        learner, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
+    )
