@@ -5,8 +5,9 @@
 
 A training step is forward, losses, backward, clipping and AdamW, in training mode with the
 published dropout. Times are medians of CPU time, which other processes disturb least; wall-clock
-medians are given beside. Peak memory is that of a whole process, one per side. The last line is
-JSON.
+medians are given beside. `at_peak` is the ratio that would be left if our side did its matrix
+products and convolutions at the speed of one product of 1024 × 1024 matrices, and nothing else.
+Peak memory is that of a whole process, one per side. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ import transformers
 from detectron2.config import get_cfg
 from detectron2.modeling import build_model
 from hugging_face import inputs, twin, weighted_losses  # type: ignore[import-not-found]
-from measure import peak_mb  # type: ignore[import-not-found]
+from measure import alternate, peak_mb  # type: ignore[import-not-found]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 import cldetr
 from cldetr.engine.heap import keep_freed_memory
@@ -106,7 +109,8 @@ def compare_speed(contest: Contest, repeat: int) -> dict[str, Any]:
     print(f"greatest difference of logits: {difference:.1e}")
     if difference > 1e-3:
         raise SystemExit("the two sides compute different things")
-    result: dict[str, Any] = {"logit_difference": difference}
+    speed = peak_flops()
+    result: dict[str, Any] = {"logit_difference": difference, "peak_gflops": speed / 1e9}
     for place, what in enumerate(("train", "inference")):
         times: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
         for _ in range(repeat):
@@ -114,11 +118,44 @@ def compare_speed(contest: Contest, repeat: int) -> dict[str, Any]:
                 wall, cpu = time.perf_counter(), time.process_time()
                 steps[side][place]()
                 times[side].append((time.process_time() - cpu, time.perf_counter() - wall))
+        with CountOperations() as counter:
+            steps["ours"][place]()
+        theirs_s = statistics.median(run[0] for run in times["theirs"])
+        limit = theirs_s / (counter.total / speed)
+        result[f"{what}_at_peak"] = {"gflop": counter.total / 1e9, "ratio": limit}
+        print(f"{what}: {limit:.2f} times as fast at the peak of matrix products")
         for clock, name in enumerate(("cpu_s", "wall_s")):
             a, b = (statistics.median(run[clock] for run in times[side]) for side in SIDES)
             result[f"{what}_{name}"] = {"ours": a, "theirs": b, "ratio": b / a}
             print(f"{what} {name}: ours {a:.2f}, theirs {b:.2f}: {b / a:.2f} times as fast")
     return result
+
+
+class CountOperations(TorchDispatchMode):
+    """Counts the operations of matrix products and convolutions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs an operator and adds what it takes."""
+        result = func(*args, **(kwargs or {}))
+        packet = func._overloadpacket
+        packet = torch.ops.aten.addmm if packet is torch.ops.aten.addmm_ else packet
+        if packet in flop_registry:
+            settings = {key: value for key, value in (kwargs or {}).items() if key != "out"}
+            self.total += flop_registry[packet](*args, **settings, out_val=result)
+        return result
+
+
+def peak_flops() -> float:
+    """Operations a second in a matrix product that is easy to do quickly."""
+    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
+    seconds = alternate({"product": lambda: a @ b}, repeat=20)["product"]
+    return 2 * 1024**3 / seconds
 
 
 def compare_memory(args: argparse.Namespace) -> dict[str, float]:

@@ -94,6 +94,14 @@ def teacher_rows(of: str) -> tuple[Row, ...]:
     )
 
 
+def process_rows(of: str) -> tuple[Row, ...]:
+    """What a second process gains, for one model."""
+    return (
+        Row(f"{of}: two processes against one, CPU time", last("times_faster", "cpu"), "×", 1.6),
+        Row(f"{of}: the same, time passed", last("times_faster", "wall"), "×", 1.6),
+    )
+
+
 BENCHMARKS = (
     Benchmark(
         "op",
@@ -137,7 +145,7 @@ BENCHMARKS = (
     Benchmark(
         "teacher_small",
         "teacher.py",
-        ("--model", "small", "--repeat", "21"),
+        ("--model", "small", "--repeat", "101"),
         ("--model", "small", "--repeat", "3"),
         teacher_rows("small"),
     ),
@@ -183,8 +191,15 @@ BENCHMARKS = (
         "processes",
         "processes.py",
         (),
-        ("--repeat", "1", "--steps", "5"),
-        (Row("two processes against one, CPU time", last("times_faster", "cpu"), "×", 1.6),),
+        ("--repeat", "1", "--steps", "3"),
+        process_rows("small"),
+    ),
+    Benchmark(
+        "processes_r50",
+        "processes.py",
+        ("--model", "r50"),
+        ("--model", "r50", "--repeat", "1", "--steps", "1"),
+        process_rows("R-50"),
     ),
 )
 
