@@ -114,7 +114,9 @@ class Learner(nn.Module):
         targets = self.detector.targets(batched_inputs)
         advice = None
         if self.teacher is not None:
-            with torch.inference_mode():
+            # A loss that compares with the teacher's outputs may keep them for the backward pass; it
+            # cannot keep those of the cheaper inference mode.
+            with torch.no_grad() if self.distill else torch.inference_mode():
                 advice = self.teacher.predict(images)
         output = self.detector.predict(images)
         if not _finite(output) or (advice is not None and not _finite(advice)):
