@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, help="31 for small, 5 for r50")
     args = parser.parse_args()
     args.repeat = args.repeat or SIZES[args.model][2]
+    os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"  # compile as for the first time
     torch.set_num_threads(1)
     keep_freed_memory()  # as train_net.py does
     plain, compiled = make_side(args.model, False), make_side(args.model, True)

@@ -114,8 +114,8 @@ class Learner(nn.Module):
         targets = self.detector.targets(batched_inputs)
         advice = None
         if self.teacher is not None:
-            # A loss that compares with the teacher's outputs may keep them for the backward pass; it
-            # cannot keep those of the cheaper inference mode.
+            # A loss that compares with the teacher's outputs may keep them for the backward pass,
+            # which those of the cheaper inference mode do not allow.
             with torch.no_grad() if self.distill else torch.inference_mode():
                 advice = self.teacher.predict(images)
         output = self.detector.predict(images)
