@@ -6,7 +6,8 @@
 A training step is forward, losses, backward, clipping and AdamW, in training mode with the
 published dropout. Times are medians of CPU time, which other processes disturb least; wall-clock
 medians are given beside. `at_peak` is the ratio that would be left if our side did its matrix
-products and convolutions at the speed of one product of 1024 × 1024 matrices, and nothing else.
+products and convolutions at the speed of one product of 1024 × 1024 matrices, and all else in no
+time; it varies with the machine's speed between the two measurements.
 Peak memory is that of a whole process, one per side. The last line is JSON.
 """
 

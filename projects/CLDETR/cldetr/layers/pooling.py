@@ -11,7 +11,8 @@ def stem_pool(x: Tensor) -> Tensor:
     """The maximum of 3 × 3 cells, every other one, (N, C, H, W) → (N, C, ⌈H/2⌉, ⌈W/2⌉).
 
     PyTorch's CPU kernel is vectorised over channels, which must lie side by side for that: putting
-    them there and back costs less than it gains, a few times, with the same bits.
+    them there and back costs less than it gains, with the same bits. Not so where gradients flow
+    through maps of hundreds of pixels: an R-50 whose stem is not frozen loses a little.
     """
     if x.device.type != "cpu" or x.is_contiguous(memory_format=torch.channels_last):
         return _pool(x)

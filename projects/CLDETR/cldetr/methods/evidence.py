@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_iou
-from cldetr.methods.pseudo import Predictions, PseudoRule, select_all
+from cldetr.methods.pseudo import Predictions, PseudoRule, foreground_floor, select_all
 from cldetr.modeling.structures import Target
 
 RIGHT_IOU = 0.5
@@ -112,9 +112,7 @@ class Evidence:
         self.images += 1
         self._hidden += np.bincount(hidden.labels.cpu().numpy(), minlength=self.num_classes)
         ranking = select_all(predictions, PseudoRule(select="all"), 0.0)
-        floor: Tensor | float = min(self.grid.score)
-        if predictions.background is not None:
-            floor = predictions.background.gather(1, ranking.queries)
+        floor = foreground_floor(predictions, ranking, min(self.grid.score))
         foreground = ranking.chosen & (ranking.scores > floor)
         queries, labels, scores = (
             x[foreground] for x in (ranking.queries, ranking.classes, ranking.scores)

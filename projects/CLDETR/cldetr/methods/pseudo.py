@@ -92,7 +92,9 @@ def select_topk(pred: Predictions, rule: PseudoRule, progress: float) -> Ranking
     """The K most confident foreground queries: the set P."""
     ranking = _by_confidence(pred)
     # The paper writes "∀c: p(c) > p(φ)", which nothing can satisfy: the best class is meant.
-    foreground = ranking.chosen & (ranking.scores > _floor(pred, ranking, rule.foreground))
+    foreground = ranking.chosen & (
+        ranking.scores > foreground_floor(pred, ranking, rule.foreground)
+    )
     chosen = foreground & (foreground.cumsum(dim=1) <= rule.k)
     return dataclasses.replace(ranking, chosen=chosen)
 
@@ -270,7 +272,7 @@ def _reaching(pred: Predictions, least: float) -> Ranking:
     ranking = _by_confidence(pred)
     chosen = ranking.chosen & (ranking.scores >= least)
     if pred.background is not None:
-        chosen &= ranking.scores > _floor(pred, ranking, 0.0)
+        chosen &= ranking.scores > foreground_floor(pred, ranking, 0.0)
     return dataclasses.replace(ranking, chosen=chosen)
 
 
@@ -281,7 +283,7 @@ def _by_confidence(pred: Predictions) -> Ranking:
     return Ranking(queries, classes.gather(1, queries), scores, scores > 0)
 
 
-def _floor(pred: Predictions, ranking: Ranking, foreground: float) -> Tensor | float:
+def foreground_floor(pred: Predictions, ranking: Ranking, foreground: float) -> Tensor | float:
     """What the score of a foreground query exceeds: p(φ), or a constant for a sigmoid head."""
     if pred.background is None:
         return foreground
