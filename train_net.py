@@ -1,17 +1,65 @@
 #!/usr/bin/env python
 """Trains a detector through all phases of an incremental scenario.
 
-    train_net.py --config-file configs/70_10.yaml --num-gpus 8
-    train_net.py --config-file configs/70_10.yaml --num-gpus 8 --resume
-    train_net.py --config-file configs/lazy/70_10.py optimizer.batch=16
+    python train_net.py --config-file configs/70_10.yaml --num-gpus 8
+    python train_net.py --config-file configs/70_10.yaml --num-gpus 8 --resume
+    python train_net.py --config-file configs/lazy/70_10.py dataloader.train.total_batch_size=16
 
-The same command with --resume goes on where a run stopped. A YAML config takes overrides as
-`KEY VALUE`, a LazyConfig as `key=value`.
+The same command with --resume goes on where a run stopped. Copy this script to bring a loader, an
+optimizer, a hook or an evaluator of your own: see docs/extending.md.
 """
 
+import argparse
 import sys
+from datetime import timedelta
+from typing import Any
 
-from cldetr.train import main
+from detectron2.config import CfgNode
+from detectron2.evaluation import verify_results
+from detectron2.utils import comm
+
+from cldetr.config import load_config
+from cldetr.engine import IncrementalTrainer, default_argument_parser, default_setup, launch
+from cldetr.evaluation.results import format_entry
+from cldetr.train import show_run
+
+
+class Trainer(IncrementalTrainer):
+    """Override any `build_*` method here, as with Detectron2's trainers."""
+
+
+def setup(args: argparse.Namespace) -> CfgNode:
+    """Reads the config with its overrides and sets the process up."""
+    cfg = load_config(args.config_file, args.opts)
+    default_setup(cfg, args)
+    return cfg
+
+
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains, or evaluates; what each process does."""
+    cfg = setup(args)
+    trainer = Trainer(cfg)
+    if args.eval_only:
+        results = trainer.evaluate_weights()
+        if comm.is_main_process():
+            print(format_entry(results))
+            verify_results(cfg, results)
+        return results
+    trainer.resume_or_load(resume=args.resume)
+    results = trainer.train()
+    show_run(cfg.OUTPUT_DIR, enabled=cfg.REPORT)  # pictures and a page of the run
+    return results
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    args = default_argument_parser().parse_args()
+    status = launch(
+        main,
+        args.num_gpus,
+        num_machines=args.num_machines,
+        machine_rank=args.machine_rank,
+        dist_url=args.dist_url,
+        args=(args,),
+        timeout=timedelta(minutes=args.timeout),
+    )
+    sys.exit(status)

@@ -1,14 +1,17 @@
-"""Every configuration key, with the paper's symbol where it has one, and safe reading of YAML.
+"""Every configuration key, with the paper's symbol where it has one, and safe reading of configs.
 
-`detectron2.config.get_cfg()` plus `add_cldetr_config(cfg)` is the full set of keys. The model's own
-keys are in `cldetr.modeling.config`. What a key means in the engine is told by the dataclass that
-it fills (`cldetr.engine.recipe`, `cldetr.methods`).
+`get_cfg()` of Detectron2 plus `add_cldetr_config(cfg)` is the full set of keys. Detectron2's keys
+mean here what they mean there; one that nothing would obey is refused (`check_keys`). SCENARIO,
+METHOD and SCHEDULE are declared as dataclasses, in `cldetr.settings` and `cldetr.methods`; the
+model's keys are in `cldetr.modeling.config`.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+import contextlib
+import functools
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -17,7 +20,9 @@ from detectron2.config import get_cfg
 
 from cldetr.data.mapper import Augmentation
 from cldetr.errors import InputError
+from cldetr.methods.method import CLDETR, Method
 from cldetr.modeling.config import add_model_config
+from cldetr.settings import ScenarioSettings, Schedule, add_keys, read_keys, suggest
 
 
 def add_cldetr_config(cfg: CN) -> None:
@@ -26,125 +31,248 @@ def add_cldetr_config(cfg: CN) -> None:
     # A trained detector that is the first phase: it is checked and used, not trained.
     cfg.MODEL.DETECTOR = ""
 
-    # Each entry: a registered COCO-format data set, or "ANNOTATIONS.json:IMAGE_FOLDER".
-    # One entry in TRAIN is divided by SCENARIO; several are the phases, one each.
+    # Each entry: a registered data set, or "ANNOTATIONS.json:IMAGE_FOLDER". One entry in TRAIN is
+    # divided by SCENARIO; several are the phases, one each.
     cfg.DATASETS.TRAIN = ("coco_2017_train",)
     cfg.DATASETS.TEST = ("coco_2017_val",)
-    cfg.DATASETS.BAD_BOXES = "stop"  # or "drop": leave out and count boxes that make no sense
-    cfg.DATASETS.SCAN = True  # look at every image file before training
+    cfg.DATASETS.BAD_BOXES = "stop"  # or "drop": drop and count boxes that make no sense
+    cfg.DATASETS.SCAN = True  # check every image file before training
 
-    cfg.SCENARIO = CN()
-    cfg.SCENARIO.NAME = "70+10"  # A+B, A+XxY, A+B+C…
-    cfg.SCENARIO.PROTOCOL = "strict"  # the paper's, or "traditional" (supplement A)
-    cfg.SCENARIO.ORDER = "seed"  # of the classes: "id", "seed" or "released"
-    cfg.SCENARIO.CLASS_SEED = 0
-    cfg.SCENARIO.DATA_SEED = 0
-    cfg.SCENARIO.PHASES = []  # explicit: a list of category names per phase, instead of NAME
+    for name, settings in (
+        ("SCENARIO", ScenarioSettings()),
+        ("METHOD", CLDETR),
+        ("SCHEDULE", Schedule()),
+    ):
+        cfg[name] = CN()
+        add_keys(cfg[name], settings)
+    # Set by the trainer, for the `build_*` methods to read: the stage that they build for.
+    cfg.STAGE = CN()
+    cfg.STAGE.PHASE = 0  # from 1; 0 outside of a stage
+    cfg.STAGE.NAME = ""  # "train", "calibrate" or "evaluate"
+    # The parts of a LazyConfig that are objects of their own: `model`, `optimizer` and so on.
+    cfg.LAZY = CN(new_allowed=True)
 
-    cfg.METHOD = CN()
-    cfg.METHOD.NAME = "cldetr"  # what tables call it
-    cfg.METHOD.UNSEEN = "mask"  # head rows of later classes: out of the loss, or "negative"
-    cfg.METHOD.JOINT = False  # all data seen so far with all labels: the upper bound
-    cfg.METHOD.REVEAL_OLD = False  # true boxes of old classes on new images: the KD-oracle
-
-    cfg.METHOD.PSEUDO = _pseudo_keys(enabled=True)  # DKD, Sec. 3.3
-
-    cfg.METHOD.DISTILL = CN()  # a loss against the old model, query by query
-    cfg.METHOD.DISTILL.ENABLED = False
-    cfg.METHOD.DISTILL.LOSS = "lwf"  # or "erd"
-    cfg.METHOD.DISTILL.WEIGHT = 1.0
-    cfg.METHOD.DISTILL.BOX_L1 = 5.0  # γ_2
-    cfg.METHOD.DISTILL.BOX_GIOU = 2.0  # γ_1
-    cfg.METHOD.DISTILL.NORMALISER = "queries"  # of "lwf": the mean over queries, or "images"
-    cfg.METHOD.DISTILL.DEVIATIONS = 2.0  # of "erd": responses above mean + so many deviations
-    cfg.METHOD.DISTILL.NMS_IOU = 0.005  # of "erd"
-
-    cfg.METHOD.MEMORY = CN()
-    cfg.METHOD.MEMORY.ENABLED = True
-    cfg.METHOD.MEMORY.STRATEGY = "kl"  # Eq. 6; others: see `cldetr exemplars --help`
-    cfg.METHOD.MEMORY.BUDGET = 0.1  # R_i: at most 1 a share of the phase's images, else a number
-    cfg.METHOD.MEMORY.REPLAY = True  # train on D_i ∪ E_1:i−1, not on D_i alone
-
-    cfg.METHOD.CALIBRATE = CN()
-    cfg.METHOD.CALIBRATE.ENABLED = True
-    cfg.METHOD.CALIBRATE.REVEAL = False  # exemplars with all true labels: an oracle
-    # Beyond the paper: complete the exemplars' labels by the model's own predictions.
-    cfg.METHOD.CALIBRATE.COMPLETE = _pseudo_keys(enabled=False)
-    # Hard labels: a soft one is the model's own score, from which there is nothing to learn.
-    cfg.METHOD.CALIBRATE.COMPLETE.FOREGROUND = 0.2
-    cfg.METHOD.CALIBRATE.COMPLETE.SOFT = False
-
-    cfg.SCHEDULE = CN()  # in epochs of the stage's own images
-    cfg.SCHEDULE.FIRST = _stage_keys(epochs=50.0, drops=[40.0])
-    cfg.SCHEDULE.TRAIN = _stage_keys(epochs=40.0, drops=[])
-    cfg.SCHEDULE.CALIBRATE = _stage_keys(epochs=10.0, drops=[], lr_scale=0.1)
-
-    cfg.SOLVER.BASE_LR = 2e-4
-    cfg.SOLVER.BACKBONE_FACTOR = 0.1
-    cfg.SOLVER.SLOW_FACTOR = 0.1
-    cfg.SOLVER.SLOW_NAMES = ["sampling_offsets", "reference_points"]
-    cfg.SOLVER.WEIGHT_DECAY = 1e-4
-    cfg.SOLVER.CLIP = 0.1  # of the global gradient norm; 0 turns it off
-    cfg.SOLVER.IMS_PER_BATCH = 32  # over all processes
-    cfg.SOLVER.ACCUMULATE = 1  # parts in which each process computes its share of a step
-    cfg.SOLVER.AMP.ENABLED = False
-    cfg.SOLVER.AMP.DTYPE = "bfloat16"  # or "float16", with loss scaling
-    cfg.SOLVER.CHECKPOINT_PERIOD = 0  # steps; 0 means every epoch
+    solver = cfg.SOLVER
+    solver.BASE_LR = 2e-4
+    solver.BACKBONE_MULTIPLIER = 0.1  # on the learning rate of the backbone
+    # … and of the parameters whose names contain a text.
+    solver.LR_MULTIPLIERS = [["sampling_offsets", 0.1], ["reference_points", 0.1]]
+    solver.WEIGHT_DECAY = 1e-4
+    solver.WEIGHT_DECAY_NORM = 1e-4
+    solver.WARMUP_ITERS = 0
+    solver.CLIP_GRADIENTS.ENABLED = True
+    solver.CLIP_GRADIENTS.CLIP_TYPE = "norm"
+    solver.CLIP_GRADIENTS.CLIP_VALUE = 0.1
+    solver.CLIP_GRADIENTS.FULL_MODEL = True  # the norm of all gradients together, as DETR does
+    solver.IMS_PER_BATCH = 32  # over all processes
+    solver.ACCUMULATE = 1  # parts in which each process computes its share of a step
+    solver.AMP.DTYPE = "bfloat16"  # or "float16", with loss scaling
+    solver.CHECKPOINT_PERIOD = 1000
 
     plain = Augmentation()
     cfg.INPUT.FORMAT = plain.format
-    cfg.INPUT.FLIP = plain.flip
     cfg.INPUT.MIN_SIZE_TRAIN = list(plain.short_sides)
     cfg.INPUT.MAX_SIZE_TRAIN = plain.max_side
     cfg.INPUT.MIN_SIZE_TEST = plain.test_short_side
     cfg.INPUT.MAX_SIZE_TEST = plain.test_max_side
+    cfg.INPUT.CROP.ENABLED = True
+    cfg.INPUT.CROP.TYPE = "absolute_range"
+    cfg.INPUT.CROP.SIZE = list(plain.crop_size)
     cfg.INPUT.CROP.PROBABILITY = plain.crop
-    cfg.INPUT.CROP.MIN_SIZE = list(plain.crop_short_sides)
-    cfg.INPUT.CROP.WINDOW = list(plain.crop_window)
+    cfg.INPUT.CROP.MIN_SIZE = list(plain.crop_short_sides)  # resized to one of these before
 
-    cfg.TEST.EVAL_PERIOD = 0  # steps; 0 means only at the end of each phase
     cfg.TEST.RESTRICT_IMAGES = False  # the released code's restricted image set
     cfg.TEST.JOINT_RESULTS = ""  # results.json of a joint run, for the gap to it
 
     cfg.DATALOADER.NUM_WORKERS = 2
+    cfg.DATALOADER.ASPECT_RATIO_GROUPING = False  # samples are addressed by position
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # the paper keeps images without labels
+    cfg.OUTPUT_DIR = "output"
     cfg.SEED = 0
+    cfg.VIS_PERIOD = 1000  # steps between pictures of a stage in TensorBoard; 0: none
+    cfg.LOG_IMAGES = 3  # images in each of them
     cfg.LOG_PERIOD = 20
     cfg.REPORT = True  # end a run with pictures, diagnostics and a page of it
-    cfg.LOG_IMAGES = 3  # images of each stage shown in TensorBoard at every checkpoint; 0: none
 
 
-def _pseudo_keys(enabled: bool) -> CN:
-    keys = CN()
-    keys.ENABLED = enabled
-    keys.SELECT = "topk"  # "topk", "threshold", "curriculum", "all" or "pairs"
-    keys.K = 10  # K
-    keys.SCORE = 0.1  # p of "threshold", and where "curriculum" ends
-    keys.SCORE_START = 0.5  # where "curriculum" starts
-    keys.FOREGROUND = 0.3  # least score of a foreground query of a sigmoid head
-    keys.IOU = 0.7  # λ
-    keys.DROP_AT_IOU = False  # drop at IoU exactly λ too, as the released code does
-    keys.SOFT = True  # the teacher's class distribution as label; else its best class
-    keys.CACHE = False  # ask the teacher once per image and keep its answers with the run
-    return keys
+# What may change between two starts of the same run; everything else is its identity.
+RUNTIME_KEYS = frozenset(
+    {
+        *("VERSION", "OUTPUT_DIR", "MODEL.DEVICE", "DATALOADER.NUM_WORKERS", "CUDNN_BENCHMARK"),
+        *("LOG_PERIOD", "LOG_IMAGES", "VIS_PERIOD", "REPORT", "SOLVER.CHECKPOINT_PERIOD"),
+        *("TEST.EVAL_PERIOD", "TEST.JOINT_RESULTS", "TEST.EXPECTED_RESULTS"),
+    }
+)
+
+_RENAMED = {
+    "INPUT.FLIP": "INPUT.RANDOM_FLIP (horizontal, vertical or none)",
+    "INPUT.CROP.WINDOW": "INPUT.CROP.SIZE",
+    "SOLVER.CLIP": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE (and CLIP_GRADIENTS.ENABLED)",
+    "SOLVER.BACKBONE_FACTOR": "SOLVER.BACKBONE_MULTIPLIER",
+    "SOLVER.SLOW_FACTOR": "SOLVER.LR_MULTIPLIERS, a list of [text in the name, factor]",
+    "SOLVER.SLOW_NAMES": "SOLVER.LR_MULTIPLIERS, a list of [text in the name, factor]",
+}
+
+_ADAMW = "the optimizer is AdamW; override build_optimizer for another"
+_LOADER = "samples are addressed by position, for exact resume; override build_train_loader"
+_PROPOSALS = "set predictors take no proposals"
+_BOXES = "boxes alone are learnt"
+# Detectron2's keys that nothing here obeys: what to do instead, and the method whose override may
+# obey them after all.
+_UNUSED = {
+    "SOLVER.MAX_ITER": ("set SCHEDULE.FIRST, TRAIN and CALIBRATE (EPOCHS, MAX_STEPS)", None),
+    "SOLVER.STEPS": ("set SCHEDULE.FIRST, TRAIN and CALIBRATE (DROPS)", None),
+    "SOLVER.REFERENCE_WORLD_SIZE": ("IMS_PER_BATCH is divided among the processes", None),
+    "SOLVER.MOMENTUM": (_ADAMW, "build_optimizer"),
+    "SOLVER.NESTEROV": (_ADAMW, "build_optimizer"),
+    "DATALOADER.ASPECT_RATIO_GROUPING": (_LOADER, "build_train_loader"),
+    "DATALOADER.SAMPLER_TRAIN": (_LOADER, "build_train_loader"),
+    "DATALOADER.REPEAT_THRESHOLD": (_LOADER, "build_train_loader"),
+    "DATALOADER.REPEAT_SQRT": (_LOADER, "build_train_loader"),
+    "DATALOADER.RANDOM_SUBSET_RATIO": (_LOADER, "build_train_loader"),
+    "DATALOADER.FILTER_EMPTY_ANNOTATIONS": (
+        "images without annotations belong to a phase (Sec. 3.1); remove them from the data set",
+        "build_train_loader",
+    ),
+    "DATASETS.PROPOSAL_FILES_TRAIN": (_PROPOSALS, None),
+    "DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TRAIN": (_PROPOSALS, None),
+    "DATASETS.PROPOSAL_FILES_TEST": (_PROPOSALS, None),
+    "DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TEST": (_PROPOSALS, None),
+    "INPUT.MASK_FORMAT": (_BOXES, "build_train_loader"),
+    "TEST.KEYPOINT_OKS_SIGMAS": (_BOXES, "build_evaluator"),
+    "TEST.AUG.ENABLED": ("there is no test-time augmentation; override test", "test"),
+    "TEST.AUG.MIN_SIZES": ("there is no test-time augmentation; override test", "test"),
+    "TEST.AUG.MAX_SIZE": ("there is no test-time augmentation; override test", "test"),
+    "TEST.AUG.FLIP": ("there is no test-time augmentation; override test", "test"),
+    "TEST.PRECISE_BN.ENABLED": ("add hooks.PreciseBN in build_hooks", "build_hooks"),
+    "TEST.PRECISE_BN.NUM_ITER": ("add hooks.PreciseBN in build_hooks", "build_hooks"),
+    "GLOBAL.HACK": ("it has no meaning", None),
+    "STAGE.PHASE": ("the trainer sets it for each stage", None),
+    "STAGE.NAME": ("the trainer sets it for each stage", None),
+}
 
 
-def _stage_keys(epochs: float, drops: list[float], lr_scale: float = 1.0) -> CN:
-    keys = CN()
-    keys.EPOCHS = epochs
-    keys.DROPS = drops  # epochs after which the learning rate is divided by ten
-    keys.LR_SCALE = lr_scale
-    keys.MAX_STEPS = 0  # stop after so many steps at the latest; 0 means no limit
-    return keys
+@functools.cache
+def _defaults() -> dict[str, Any]:
+    return dict(leaves(default_config()))
+
+
+def default_config() -> CN:
+    """Detectron2's and this project's keys with their default values."""
+    cfg = get_cfg()
+    add_cldetr_config(cfg)
+    return cfg
+
+
+def scenario_settings(cfg: CN) -> ScenarioSettings:
+    """Reads SCENARIO."""
+    return read_keys(ScenarioSettings, cfg.SCENARIO, "SCENARIO")
+
+
+def method_of(cfg: CN) -> Method:
+    """Reads METHOD."""
+    return read_keys(Method, cfg.METHOD, "METHOD")
+
+
+def schedule_of(cfg: CN) -> Schedule:
+    """Reads SCHEDULE."""
+    return read_keys(Schedule, cfg.SCHEDULE, "SCHEDULE")
+
+
+def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
+    """Refuses keys that are set and that nothing would obey, naming what to use instead.
+
+    Args:
+        cfg: a full config.
+        overridden: names of the trainer's methods that a subclass overrides; keys that its own
+            method may read are its own business.
+    """
+    problems = [
+        f"{key} is not used: {instead}"
+        for key, value in leaves(cfg)
+        if key in _UNUSED and value != _defaults()[key]
+        for instead, method in [_UNUSED[key]]
+        if method not in overridden
+    ]
+    if cfg.SEED < 0:
+        problems.append("SEED must be at least 0: every run is reproducible")
+    if cfg.INPUT.CROP.ENABLED and cfg.INPUT.CROP.TYPE != "absolute_range":
+        problems.append(f"INPUT.CROP.TYPE takes absolute_range, not {cfg.INPUT.CROP.TYPE!r}")
+    if cfg.SOLVER.AMP.DTYPE not in ("bfloat16", "float16"):
+        problems.append(f"SOLVER.AMP.DTYPE takes bfloat16 or float16, not {cfg.SOLVER.AMP.DTYPE!r}")
+    if problems:
+        raise InputError.listing("in the configuration:", problems)
+    scenario_settings(cfg), method_of(cfg), schedule_of(cfg)  # each checks its own values
+
+
+def check_model_keys(cfg: CN, read: Collection[str]) -> None:
+    """Refuses keys under MODEL that are set, but were not read when the model was built."""
+    problems = [
+        f"{key} is set, but {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.BACKBONE.NAME} does not "
+        "read it: remove it"
+        for key, value in leaves(cfg)
+        if key.startswith("MODEL.") and key not in read and value != _defaults().get(key)
+        if key not in ("MODEL.WEIGHTS", "MODEL.DETECTOR", "MODEL.DEVICE", "MODEL.DETR.NUM_CLASSES")
+    ]
+    if problems:
+        raise InputError.listing("in the configuration:", problems)
+
+
+def watch_keys(cfg: CN) -> tuple[CN, set[str]]:
+    """A copy of a config, and the set of keys that are read from it or from clones of it."""
+    read = _Keys()
+    return _Watched(cfg.clone(), "", read), read
+
+
+class _Keys(set[str]):
+    """A set that clones of a config share."""
+
+    def __deepcopy__(self, memo: Any) -> _Keys:
+        return self
+
+
+class _Watched(CN):
+    """A config that notes which of its keys are read."""
+
+    def __init__(self, node: CN, path: str, read: set[str]) -> None:
+        dict.__init__(
+            self,
+            {
+                key: _Watched(value, f"{path}{key}.", read) if isinstance(value, CN) else value
+                for key, value in node.items()
+            },
+        )
+        self.__dict__.update(node.__dict__, _path=path, _read=read)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if not isinstance(value, CN):
+            self.__dict__["_read"].add(f"{self.__dict__['_path']}{name}")
+        return value
+
+
+def identity(cfg: CN) -> dict[str, Any]:
+    """All that decides the numbers a run ends with, key by key, as JSON data."""
+    kept = {
+        key: value
+        for key, value in leaves(cfg)
+        if key not in RUNTIME_KEYS and not key.startswith("STAGE.")
+    }
+    return json.loads(json.dumps(kept))
 
 
 def load_config(path: str, overrides: Sequence[str] = ()) -> CN:
-    """Reads a YAML file (and its `_BASE_` files) and `KEY VALUE` overrides into a full config.
+    """Reads a YAML file (and its `_BASE_` files) or a LazyConfig, with overrides.
 
-    Nothing in the file is executed. Unknown keys are errors that name the nearest known ones.
+    Overrides of a YAML file are `KEY VALUE …`, those of a LazyConfig `key=value …`. Nothing in a
+    YAML file is executed. Unknown keys are errors that name the nearest known ones.
     """
-    cfg = get_cfg()
-    add_cldetr_config(cfg)
+    overrides = [word for word in overrides if word != "--"]
+    if path.endswith(".py"):
+        from cldetr.lazy import load_lazy_config  # it needs the keys of this module
+
+        return load_lazy_config(path, overrides)
+    cfg = default_config()
     try:
         content = CN.load_yaml_with_base(path, allow_unsafe=False)
     except (
@@ -153,12 +281,13 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> CN:
         ValueError,
         TypeError,
         AttributeError,
+        AssertionError,
         RecursionError,
     ) as error:
         raise InputError(f"cannot read the config {path}: {error}") from error
     if not isinstance(content, Mapping):
         raise InputError(f"the config {path} holds no keys: write `KEY: value` lines")
-    _merge(cfg, dict(leaves(content)), origin=path)
+    merge_keys(cfg, dict(leaves(content)), origin=path)
     if len(overrides) % 2:
         raise InputError(
             f"overrides are pairs, KEY VALUE; {overrides[-1]!r} has no partner "
@@ -167,28 +296,44 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> CN:
     pairs = dict(zip(overrides[::2], overrides[1::2], strict=True))
     known = dict(leaves(cfg))
     values = {  # a text stays a text, even an empty one or one that looks like a number
-        key: text if isinstance(known.get(key), str) else _parse(text)
+        key: text if isinstance(known.get(key), str) else parse_value(text)
         for key, text in pairs.items()
     }
-    _merge(cfg, values, origin="the command line")
+    merge_keys(cfg, values, origin="the command line")
     return cfg
 
 
-def suggest(word: str, known: Sequence[str]) -> str:
-    """Says which known words look like an unknown one."""
-    near = difflib.get_close_matches(word, known, n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+def config_from_text(text: str, origin: str) -> CN:
+    """Reads a config that `cfg.dump()` wrote; nothing in it is executed."""
+    cfg = default_config()
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise InputError(f"the config of {origin} is damaged: {error}") from error
+    if not isinstance(content, Mapping):
+        raise InputError(f"the config of {origin} is damaged: it holds no keys")
+    merge_keys(cfg, dict(leaves(content)), origin)
+    return cfg
 
 
-def _merge(cfg: CN, values: Mapping[str, Any], origin: str) -> None:
+def merge_keys(cfg: CN, values: Mapping[str, Any], origin: str) -> None:
+    """Sets keys by their names with dots; all unknown keys and wrong types make one error."""
     known = [key for key, _ in leaves(cfg)]
     problems = []
     for key, value in values.items():
+        *parents, leaf = key.split(".")
+        node = cfg
+        if parents[:1] == ["LAZY"]:
+            for parent in parents:
+                node = node.setdefault(parent, CN(new_allowed=True))
+            node[leaf] = value
+            continue
+        if key in _RENAMED:
+            problems.append(f"{key} is now {_RENAMED[key]}")
+            continue
         if key not in known:
             problems.append(f"unknown key {key}{suggest(key, known)}")
             continue
-        *parents, leaf = key.split(".")
-        node = cfg
         for parent in parents:
             node = node[parent]
         value = _coerce(value, node[leaf])
@@ -223,8 +368,13 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{key}", value
 
 
-def _parse(text: str) -> Any:
+def parse_value(text: str) -> Any:
+    """The value that a text on the command line means: YAML, with 4e-4 as a number."""
     try:
-        return yaml.safe_load(text)
+        value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):
         return text
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value

@@ -1,24 +1,58 @@
-"""The entry point of training: `train_net.py`, and what is drawn of a run that has ended."""
+"""Training from an installed package: `python -m cldetr.train`, the same as `train_net.py`."""
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
-from cldetr.engine.main import main as run_engine
+from detectron2.evaluation import verify_results
+from detectron2.utils import comm
+
+from cldetr.config import load_config
+from cldetr.engine import IncrementalTrainer, default_argument_parser, default_setup, launch
+from cldetr.evaluation.results import format_entry
 
 logger = logging.getLogger(__name__)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `train_net.py`; returns its exit status (2 for what the user can mend)."""
-    return run_engine(argv, after_run=show_run)
+def run(argv: Sequence[str] | None = None) -> int:
+    """Runs a training command line; returns its exit status (2 for what the user can fix)."""
+    args = default_argument_parser().parse_args(argv)
+    return launch(
+        main,
+        args.num_gpus,
+        num_machines=args.num_machines,
+        machine_rank=args.machine_rank,
+        dist_url=args.dist_url,
+        args=(args,),
+        timeout=timedelta(minutes=args.timeout),
+    )
 
 
-def show_run(folder: Path) -> None:
-    """Draws pictures, diagnostics and the page of a run that has ended.
+def main(args: argparse.Namespace) -> dict[str, Any]:
+    """Trains, or evaluates with --eval-only; what each process does."""
+    cfg = load_config(args.config_file, args.opts)
+    default_setup(cfg, args)
+    trainer = IncrementalTrainer(cfg)
+    if args.eval_only:
+        results = trainer.evaluate_weights()
+        if comm.is_main_process():
+            logger.info("\n%s", format_entry(results))
+            verify_results(cfg, results)
+        return results
+    trainer.resume_or_load(resume=args.resume)
+    results = trainer.train()
+    show_run(cfg.OUTPUT_DIR, enabled=cfg.REPORT)
+    return results
+
+
+def show_run(folder: str | Path, enabled: bool = True) -> None:
+    """Draws pictures, diagnostics and the page of a run that has ended, on rank 0.
 
     Whatever goes wrong here, the run is finished: it is told, with the command that tries again.
     """
@@ -27,9 +61,9 @@ def show_run(folder: Path) -> None:
         "diagnose": _diagnose,
         "report": _write_report,  # last: it shows the others
     }
-    for command, step in steps.items():
+    for command, step in steps.items() if enabled and comm.is_main_process() else ():
         try:
-            step(folder)
+            step(Path(folder))
         except Exception as error:
             logger.warning(
                 "the run is finished, but `cldetr %s %s` did not work (%s: %s)",
@@ -50,10 +84,11 @@ def _draw_pictures(folder: Path) -> None:
 
 
 def _diagnose(folder: Path) -> None:
-    from cldetr.engine.from_run import recipe_of_run
+    from cldetr.config import method_of
+    from cldetr.engine.restore import config_of_run
     from cldetr.report.diagnostics import diagnose_run
 
-    if recipe_of_run(folder).method.pseudo is not None:
+    if method_of(config_of_run(folder)).pseudo is not None:
         diagnose_run(folder, limit=200)
 
 
@@ -65,4 +100,4 @@ def _write_report(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

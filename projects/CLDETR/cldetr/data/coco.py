@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from cldetr.data.cache import cache_file, read_cache, write_cache
-from cldetr.data.parse import read_columns
+from cldetr.data.parse import Columns, read_columns
 from cldetr.data.problems import Problems
 from cldetr.data.texts import PackedTexts
 from cldetr.data.validate import LoadReport, check_columns, is_unsafe
@@ -154,6 +154,13 @@ def _read_fields(
     """The fields of a `CocoData` that depend on the file's content alone."""
     problems = Problems()
     columns = read_columns(content, name, problems)
+    return fields_of(columns, problems, name, drop_bad_boxes=drop_bad_boxes, trim=trim)
+
+
+def fields_of(
+    columns: Columns, problems: Problems, name: str, *, drop_bad_boxes: bool, trim: bool
+) -> dict[str, Any]:
+    """Checks columns and makes of them the fields of a `CocoData`; see `check_columns`."""
     checked = check_columns(columns, problems, name, drop_bad_boxes=drop_bad_boxes, trim=trim)
     return {
         "image_ids": columns.image_ids,

@@ -7,20 +7,27 @@ or processes sees the same samples, and a resumed run continues with the very ne
 
 from __future__ import annotations
 
+import copy
+import random
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+from detectron2.config import CfgNode
+from detectron2.data import get_detection_dataset_dicts
 from detectron2.data.samplers import InferenceSampler
+from detectron2.utils import comm
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from cldetr.data.mapper import Mapper
+from cldetr.data.mapper import Augmentation, Mapper
 from cldetr.errors import InputError
 
 _LINGER = 60  # seconds that a worker outlives a SIGTERM
+_STAGE_SEEDS = {"train": 1, "calibrate": 2}  # part of the seeds: never renumber
+AnyMapper = Mapper | Callable[[dict[str, Any]], dict[str, Any] | None]
 
 
 class Entries(Protocol):
@@ -60,7 +67,7 @@ class SampleOrder:
 class PositionDataset(Dataset):
     """The samples of one stage, addressed by position."""
 
-    def __init__(self, entries: Entries, mapper: Mapper, order: SampleOrder) -> None:
+    def __init__(self, entries: Entries, mapper: AnyMapper, order: SampleOrder) -> None:
         assert len(entries) == order.images
         self.entries = entries
         self.mapper = mapper
@@ -69,13 +76,23 @@ class PositionDataset(Dataset):
 
     def __getitem__(self, position: int) -> dict[str, Any]:
         size = self.order.steps_per_epoch * self.order.batch
-        number, place = divmod(position, size)
-        if self._epoch is None or self._epoch[0] != number:
-            self._epoch = (number, self.order.epoch(number))
-        entry = self.entries[int(self._epoch[1][place])]
+        epoch, index = divmod(position, size)
+        if self._epoch is None or self._epoch[0] != epoch:
+            self._epoch = (epoch, self.order.epoch(epoch))
+        entry = self.entries[int(self._epoch[1][index])]
         # The trailing 1 keeps augmentation apart from the permutations' random streams.
         rng = np.random.default_rng((*self.order.seed, position, 1))
-        return self.mapper(entry, rng)
+        if isinstance(self.mapper, Mapper):
+            return self.mapper(entry, rng)
+        # A mapper of Detectron2's kind draws from the global generators.
+        seed = int(rng.integers(2**32))
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
+        mapped = self.mapper(copy.deepcopy(entry))
+        if mapped is None:
+            raise InputError(f"the mapper returned nothing for {entry.get('file_name')}")
+        return mapped
 
 
 class StepSampler(Sampler[list[int]]):
@@ -90,6 +107,10 @@ class StepSampler(Sampler[list[int]]):
         self.steps = range(first, last)
         self.batch, self.rank, self.share = batch, rank, batch // world
 
+    def start_at(self, step: int) -> None:
+        """Begins at a later step, as a resumed stage does."""
+        self.steps = range(step, self.steps.stop)
+
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps:
             start = step * self.batch + self.rank * self.share
@@ -99,33 +120,65 @@ class StepSampler(Sampler[list[int]]):
         return len(self.steps)
 
 
-def train_loader(
-    dataset: PositionDataset,
-    *,
-    first: int,
-    last: int,
-    workers: int = 0,
-    rank: int = 0,
-    world: int = 1,
-    pin_memory: bool = False,
-) -> DataLoader:
-    """Loads the batches of steps `first` to `last` (exclusive) of a stage, as lists of inputs."""
+def build_train_loader(cfg: CfgNode, mapper: AnyMapper | None = None) -> DataLoader:
+    """Loads the batches of a stage, as lists of inputs.
+
+    `loader.batch_sampler.start_at(step)` begins at a later step: a resumed run sees the very
+    samples that it would have seen.
+
+    Args:
+        cfg: of a stage: reads DATASETS.TRAIN, SOLVER (MAX_ITER, IMS_PER_BATCH), STAGE, SEED, INPUT.
+        mapper: from an entry of the data set to a model's input, one of ours or of Detectron2's
+            kind; `Mapper` with the augmentation of INPUT by default.
+    """
+    entries = get_detection_dataset_dicts(cfg.DATASETS.TRAIN, filter_empty=False)
+    order = SampleOrder(
+        len(entries),
+        cfg.SOLVER.IMS_PER_BATCH,
+        seed=(cfg.SEED, cfg.STAGE.PHASE, _STAGE_SEEDS.get(cfg.STAGE.NAME, 0)),
+    )
+    mapper = mapper or Mapper(Augmentation.from_config(cfg), training=True)
     return DataLoader(
-        dataset,
-        batch_sampler=StepSampler(first, last, dataset.order.batch, rank, world),
-        num_workers=workers,
+        PositionDataset(entries, mapper, order),
+        batch_sampler=StepSampler(
+            0, cfg.SOLVER.MAX_ITER, order.batch, comm.get_rank(), comm.get_world_size()
+        ),
+        num_workers=cfg.DATALOADER.NUM_WORKERS,
         collate_fn=_as_list,
         worker_init_fn=_start_worker,
-        pin_memory=pin_memory,
+        pin_memory=cfg.MODEL.DEVICE.startswith("cuda"),
         # Its own generator: the loader must not draw from the stream that drives dropout.
         generator=torch.Generator().manual_seed(0),
+    )
+
+
+def build_test_loader(
+    cfg: CfgNode, dataset_name: str, mapper: AnyMapper | None = None
+) -> DataLoader:
+    """Loads a registered data set one image at a time in order, each process its share.
+
+    Args:
+        cfg: reads INPUT and DATALOADER.NUM_WORKERS.
+        dataset_name: its name in `DatasetCatalog`.
+        mapper: from an entry to a model's input; `Mapper` at test size by default.
+    """
+    entries = get_detection_dataset_dicts(dataset_name, filter_empty=False)
+    mapper = mapper or Mapper(Augmentation.from_config(cfg), training=False)
+    dataset = MappedDataset(entries, mapper)
+    return DataLoader(
+        dataset,
+        batch_size=1,
+        sampler=InferenceSampler(len(dataset)),
+        num_workers=cfg.DATALOADER.NUM_WORKERS,
+        collate_fn=_as_list,
+        worker_init_fn=_start_worker,
     )
 
 
 class MappedDataset(Dataset):
     """Entries of a view through a test mapper, in order."""
 
-    def __init__(self, entries: Entries, mapper: Mapper) -> None:
+    def __init__(self, entries: Entries, mapper: AnyMapper) -> None:
         self.entries = entries
         self.mapper = mapper
 
@@ -134,18 +187,6 @@ class MappedDataset(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.mapper(self.entries[index])
-
-
-def evaluation_loader(dataset: MappedDataset, workers: int = 0) -> DataLoader:
-    """Loads entries one by one in order, each process its share."""
-    return DataLoader(
-        dataset,
-        batch_size=1,
-        sampler=InferenceSampler(len(dataset)),
-        num_workers=workers,
-        collate_fn=_as_list,
-        worker_init_fn=_start_worker,
-    )
 
 
 def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
+from detectron2.config import CfgNode
 from detectron2.data import transforms as T
 from detectron2.data.detection_utils import convert_PIL_to_numpy
 from detectron2.structures import Boxes, BoxMode, Instances
@@ -16,6 +17,7 @@ from PIL import Image, ImageOps
 from cldetr.data.predictions import ImagePredictions
 from cldetr.data.scan import check_content
 from cldetr.errors import InputError
+from cldetr.settings import build_settings
 
 COCO_SHORT_SIDES = tuple(range(480, 801, 32))
 _PIXEL_NOISE = 1e-3  # what rounding may move the border of an image by
@@ -25,44 +27,72 @@ _PIXEL_NOISE = 1e-3  # what rounding may move the border of an image by
 class Augmentation:
     """DETR's training augmentation, and the size that images are tested at.
 
-    Each image is flipped with probability `flip`. Then it is resized so that its short side is one
-    of `short_sides` and its long side at most `max_side`; with probability `crop` it is before that
+    Each image is flipped with probability 0.5. Then it is resized so that its short side is one of
+    `short_sides` and its long side at most `max_side`; with probability `crop` it is before that
     resized to one of `crop_short_sides` and cropped to a window whose sides are uniform in
-    `crop_window`. Empty `short_sides` leave the size alone.
+    `crop_size`. Empty `short_sides` keep the size.
     """
 
-    flip: float = 0.5
+    flip: Literal["horizontal", "vertical", "none"] = "horizontal"
     short_sides: tuple[int, ...] = COCO_SHORT_SIDES
+    sampling: Literal["choice", "range"] = "choice"  # one of `short_sides`, or between two
     max_side: int = 1333
     crop: float = 0.5
     crop_short_sides: tuple[int, ...] = (400, 500, 600)
-    crop_window: tuple[int, int] = (384, 600)
-    test_short_side: int = 800  # 0 leaves the size alone
+    crop_size: tuple[int, int] = (384, 600)
+    test_short_side: int = 800  # 0 keeps the size
     test_max_side: int = 1333
     format: str = "RGB"
 
     def __post_init__(self) -> None:
-        low, high = self.crop_window
+        low, high = self.crop_size
         if not 0 < low <= high:
-            raise InputError(f"the crop window must be 0 < least ≤ most, not {self.crop_window}")
+            raise InputError(f"INPUT.CROP.SIZE must be 0 < least ≤ largest, not {self.crop_size}")
+        if self.sampling == "range" and len(self.short_sides) != 2:
+            raise InputError(
+                "INPUT.MIN_SIZE_TRAIN takes two sizes with MIN_SIZE_TRAIN_SAMPLING range"
+            )
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> Augmentation:
+        """Reads INPUT; a size of 0 keeps the images as they are."""
+        crop = cfg.INPUT.CROP
+        values = {
+            "flip": cfg.INPUT.RANDOM_FLIP,
+            "short_sides": [side for side in cfg.INPUT.MIN_SIZE_TRAIN if side],
+            "sampling": cfg.INPUT.MIN_SIZE_TRAIN_SAMPLING,
+            "max_side": cfg.INPUT.MAX_SIZE_TRAIN,
+            "crop": crop.PROBABILITY if crop.ENABLED else 0.0,
+            "crop_short_sides": crop.MIN_SIZE,
+            "crop_size": crop.SIZE,
+            "test_short_side": cfg.INPUT.MIN_SIZE_TEST,
+            "test_max_side": cfg.INPUT.MAX_SIZE_TEST,
+            "format": cfg.INPUT.FORMAT,
+        }
+        return build_settings(cls, values, "INPUT")
 
     def draw(self, height: int, width: int, rng: np.random.Generator) -> T.TransformList:
         """Draws the transforms of one training image; all chance comes from `rng`."""
         steps: list[T.Transform] = []
-        if rng.random() < self.flip:
-            steps.append(T.HFlipTransform(width))
+        if rng.random() < 0.5 and self.flip != "none":
+            steps.append(
+                T.HFlipTransform(width) if self.flip == "horizontal" else T.VFlipTransform(height)
+            )
         size = (height, width)
         if rng.random() < self.crop and self.crop_short_sides:
             size = _resize(steps, size, int(rng.choice(self.crop_short_sides)), None)
-            size = _crop(steps, size, self.crop_window, rng)
-        if self.short_sides:
+            size = _crop(steps, size, self.crop_size, rng)
+        if self.short_sides and self.sampling == "range":
+            side = int(rng.integers(*self.short_sides, endpoint=True))
+            _resize(steps, size, side, self.max_side)
+        elif self.short_sides:
             _resize(steps, size, int(rng.choice(self.short_sides)), self.max_side)
         return T.TransformList(steps)
 
-    def still(self) -> Augmentation:
+    def deterministic(self) -> Augmentation:
         """The same without chance: training images, with their targets, at test size."""
         return Augmentation(
-            flip=0.0,
+            flip="none",
             short_sides=(self.test_short_side,) if self.test_short_side else (),
             max_side=self.test_max_side,
             crop=0.0,

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from cldetr.data.views import View
 from cldetr.errors import InputError
 from cldetr.files import atomic_path, sha256_file, write_json
 
@@ -69,9 +68,9 @@ class PredictionStore:
 class PredictedView(Dataset):
     """A view whose entries carry stored predictions as `predictions`."""
 
-    def __init__(self, view: View, store: PredictionStore) -> None:
+    def __init__(self, view: Any, store: PredictionStore) -> None:
         assert len(view) == len(store)
-        self.view = view
+        self.view = view  # entries in Detectron2's format, by index
         self.store = store
 
     def __len__(self) -> int:

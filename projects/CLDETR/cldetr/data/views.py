@@ -80,6 +80,11 @@ class View(Dataset):
         ]
         return np.concatenate(sizes) if sizes else np.empty((0, 2), dtype=np.int32)
 
+    def datasets(self) -> Iterator[tuple[CocoData, np.ndarray, str]]:
+        """The data sets that the view is of, the labels of their categories (−1: none), names."""
+        for part in self._parts:
+            yield part.data, part.label_of, part.source
+
     def digest(self) -> str:
         """A digest of which images the view has, of which files, with whose labels."""
         return sha256_json(
@@ -89,6 +94,7 @@ class View(Dataset):
                     part.data.fingerprint,
                     part.phase,
                     part.data.image_ids[part.numbers].tolist(),
+                    part.label_of.tolist(),
                 ]
                 for part in self._parts
             ]

@@ -15,6 +15,7 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
+from detectron2.checkpoint import DetectionCheckpointer
 from torch import Tensor, nn
 
 from cldetr.errors import InputError
@@ -118,11 +119,37 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
+def load_checkpoint(folder: Path, step: int) -> Checkpoint:
+    """Loads the checkpoint that a stage saved after `step` steps."""
+    path = folder / f"step_{step:08d}"
+    return Checkpoint(step, path, load_state(path / _STATE))
+
+
+class RunCheckpointer(DetectionCheckpointer):
+    """Detectron2's checkpointer for hooks of the user's, such as `hooks.BestCheckpointer`.
+
+    It saves the detector's weights with all that prediction needs, whole or not at all. The exact
+    state of a stage, from which a run is resumed, is saved apart from it.
+    """
+
+    def __init__(self, model: nn.Module, save_dir: Path, meta: Mapping[str, Any]) -> None:
+        super().__init__(model, str(save_dir))
+        self.meta = meta
+
+    def save(self, name: str, **kwargs: Any) -> None:
+        """Writes `save_dir/name.pth`."""
+        if self.save_to_disk:
+            state = {"model": self.model.state_dict(), "cldetr": dict(self.meta), **kwargs}
+            save_state(Path(self.save_dir) / f"{name}.pth", state)
+
+
 def load_into(model: nn.Module, state: Mapping[str, Tensor], origin: str) -> None:
     """Loads weights that must fit exactly; names what does not."""
     current = model.state_dict()
     if not isinstance(state, Mapping) or not all(isinstance(x, Tensor) for x in state.values()):
         raise InputError(f"{origin} does not hold weights")
+    optional = getattr(model, "optional_keys", ())
+    state = {**{key: current[key] for key in optional}, **state}
     problems = [f"missing: {key}" for key in current if key not in state]
     problems += [f"unexpected: {key}" for key in state if key not in current]
     problems += [

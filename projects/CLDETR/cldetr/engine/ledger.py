@@ -1,6 +1,7 @@
 """The run directory is the state of a run.
 
-    RUN/recipe.json  manifest.json  audit.json    what is run and on what
+    RUN/config.yaml                               the whole configuration, to start it again
+    RUN/identity.json  manifest.json  audit.json  what is run and on what
     RUN/starts.json  lock                         when, with which versions, by whom
     RUN/phase1/train/      model.pth  stage.json  (checkpoints/ while it trains)
     RUN/phase2/train/      predictions/ too, with METHOD.PSEUDO.CACHE
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import socket
@@ -25,12 +27,13 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from detectron2.config import CfgNode
 from detectron2.utils import comm
 
+from cldetr.config import identity
 from cldetr.engine.environment import environment
-from cldetr.engine.recipe import Recipe, check_identity
 from cldetr.errors import InputError
-from cldetr.files import remove_partials, sha256_file, sha256_json, write_json
+from cldetr.files import atomic_path, remove_partials, sha256_file, sha256_json, write_json
 
 STAGES = ("train", "select", "calibrate", "evaluate")
 _LEAST_FREE = 200 << 20  # bytes; a start below this would fail at the first checkpoint
@@ -42,17 +45,18 @@ class Ledger:
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(root)
         self._lock_file: Any = None
+        self._log: logging.FileHandler | None = None
 
     def folder(self, phase: int, stage: str) -> Path:
         """Where a stage writes."""
         assert stage in STAGES
         return self.root / f"phase{phase}" / stage
 
-    def open(self, recipe: Recipe, resume: bool) -> None:
+    def open(self, cfg: CfgNode, resume: bool) -> None:
         """Takes the directory for this process and checks that the run may start or go on."""
-        self._check_place()
+        self._check_writable()
         self._lock()
-        stored = self.root / "recipe.json"
+        stored = self.root / "identity.json"
         if stored.exists() and not resume:
             raise InputError(
                 f"{self.root} already holds a run: add --resume to go on with it, "
@@ -60,18 +64,36 @@ class Ledger:
             )
         if not stored.exists() and resume:
             raise InputError(
-                f"--resume continues a run, but {self.root} holds none: "
-                "leave --resume out to start one"
+                f"--resume continues a run, but {self.root} holds none: start one without --resume"
             )
         if resume:
-            check_identity(read_recipe(stored), recipe)
+            check_identity(read_identity(stored), identity(cfg))
             remove_partials(self.root)
-        else:
-            write_json(stored, {"identity": recipe.identity(), "fingerprint": recipe.fingerprint()})
-        self._note_start(recipe.runtime.device)
+
+    def begin(self, cfg: CfgNode) -> None:
+        """Writes what the run is, once its data has been found sound, and notes the start."""
+        stored = self.root / "identity.json"
+        if not stored.exists():
+            content = identity(cfg)
+            write_json(stored, {"identity": content, "digest": sha256_json(content)})
+            with atomic_path(self.root / "config.yaml") as partial:
+                partial.write_text(cfg.dump(), encoding="utf-8")
+        self._note_start(cfg.MODEL.DEVICE)
+
+    def start_log(self) -> None:
+        """Writes the log to the directory too; Detectron2's helper would double the console."""
+        self._log = logging.FileHandler(self.root / "log.txt", encoding="utf-8")
+        self._log.setFormatter(
+            logging.Formatter("[%(asctime)s] %(name)s %(levelname)s: %(message)s")
+        )
+        logging.getLogger("cldetr").addHandler(self._log)
 
     def close(self) -> None:
-        """Gives the directory free."""
+        """Releases the directory."""
+        if self._log is not None:
+            logging.getLogger("cldetr").removeHandler(self._log)
+            self._log.close()
+            self._log = None
         if self._lock_file is not None:
             self._lock_file.close()
             self._lock_file = None
@@ -150,7 +172,7 @@ class Ledger:
         start = {"time": now, "processes": comm.get_world_size(), **environment(device)}
         write_json(path, {"starts": [*starts, start]})
 
-    def _check_place(self) -> None:
+    def _check_writable(self) -> None:
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             probe = self.root / f".probe.{os.getpid()}"
@@ -182,15 +204,36 @@ class Ledger:
         self._lock_file.flush()
 
 
-def read_recipe(path: Path) -> dict[str, Any]:
-    """Reads the identity of a run from its recipe.json."""
+def read_identity(path: Path) -> dict[str, Any]:
+    """Reads the identity of a run from its identity.json."""
     content = read_json(path)
-    identity = content.get("identity")
-    if not isinstance(identity, dict) or content.get("fingerprint") != sha256_json(identity):
+    found = content.get("identity")
+    if not isinstance(found, dict) or content.get("digest") != sha256_json(found):
         raise InputError(
             f"{path} is damaged: its checksum differs. Restore it, or start in a new OUTPUT_DIR"
         )
-    return identity
+    return found
+
+
+def check_identity(stored: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    """Refuses to go on with a run under another identity, showing what differs."""
+    differences = differing(stored, current)
+    if differences:
+        raise InputError.listing(
+            "this directory holds another run; these settings differ from it "
+            "(start in a new OUTPUT_DIR, or undo the changes):",
+            [f"{key}: was {old!r}, now {new!r}" for key, old, new in differences],
+        )
+
+
+def differing(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, stored value, current value) for every key that differs."""
+    keys = sorted({*stored, *current})
+    return [
+        (key, stored.get(key), current.get(key))
+        for key in keys
+        if stored.get(key) != current.get(key)
+    ]
 
 
 def _read_record(path: Path) -> dict[str, Any]:

@@ -77,13 +77,12 @@ def examine(learner: Learner, entry: dict[str, Any], hidden: Target | None = Non
 
     Args:
         learner: of the stage.
-        entry: a mapped image with its targets, such as `Augmentation.still` gives.
-        hidden: old objects that the entry's targets leave out, to be shown beside.
+        entry: a mapped image with its targets, as `Augmentation.deterministic` gives.
+        hidden: old objects that the entry's targets lack, shown beside them.
     """
     detector = learner.detector
-    before, was_training = detector.visible_classes, detector.training
+    was_training = detector.training
     detector.eval()
-    detector.visible_classes = learner.seen
     try:
         images = detector.preprocess([entry])
         (truth,) = detector.targets([entry])
@@ -92,19 +91,18 @@ def examine(learner: Learner, entry: dict[str, Any], hidden: Target | None = Non
         none = Target(truth.labels[:0], truth.boxes[:0])
         clear, dropped = none, none
         if learner.rule is not None:
-            advice = None if learner.teacher is None else learner.teacher.predict(images)
-            (pseudo,) = learner.pseudo_labels(advice, [entry])
+            teacher_output = None if learner.teacher is None else learner.teacher.predict(images)
+            (pseudo,) = learner.pseudo_labels(teacher_output, [entry])
             clear = drop_overlapping(pseudo, truth, learner.rule)
             dropped = _difference(pseudo, truth, learner.rule)
-        merged, _ = merge(truth, clear, most=output.logits.shape[2])
+        merged, _ = merge(truth, clear, limit=output.logits.shape[2])
         mask = learner.seen if learner.mask_unseen else None
-        matches = detector.criterion.matcher(output, [merged], mask)
+        matches = detector.match(output, [merged], mask)
         links, order = matches.labels[0].sort()
         queries = matches.queries[0, order]
         scores, labels = detector.scores(output.logits[0, 0, queries]).max(dim=-1)
         answer = Target(labels, output.boxes[0, 0, queries])
     finally:
-        detector.visible_classes = before
         detector.train(was_training)
     pixels = _pixels(entry["image"], detector.input_format)
     size = pixels.shape[:2]

@@ -1,288 +1,630 @@
-"""Training one stage: Detectron2's loop with exact resume, a global clip and agreed skipping."""
+"""The trainer: every phase and stage of Algorithm 1, with the methods of Detectron2's trainers."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-import signal
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-import numpy as np
 import torch
-from detectron2.engine import HookBase, SimpleTrainer
+from detectron2.config import CfgNode
+from detectron2.engine import HookBase, TrainerBase, hooks
+from detectron2.evaluation import DatasetEvaluator, DatasetEvaluators, inference_on_dataset
+from detectron2.modeling import build_model
+from detectron2.solver import LRMultiplier, build_lr_scheduler
 from detectron2.utils import comm
-from torch import Tensor, nn
+from detectron2.utils.events import EventWriter, JSONWriter, TensorboardXWriter
+from torch import nn
 
-from cldetr.engine.checkpoint import finite, save_checkpoint
-from cldetr.engine.recipe import OptimizerSettings, StageSchedule
+from cldetr.config import check_keys, check_model_keys, method_of, watch_keys
+from cldetr.data.loader import build_test_loader, build_train_loader
+from cldetr.engine.checkpoint import (
+    RunCheckpointer,
+    latest_checkpoint,
+    load_checkpoint,
+    load_into,
+    load_state,
+    save_state,
+)
+from cldetr.engine.console import StageWriter, memory_mb
+from cldetr.engine.hooks import CheckpointHook, SnapshotHook, finite_weights
+from cldetr.engine.initial_weights import initialise, load_trained_detector
+from cldetr.engine.ledger import Ledger, read_json
+from cldetr.engine.ranks import Interrupted, StopRequest, from_rank0
+from cldetr.engine.restore import describe, final_weights
+from cldetr.engine.rundata import RunData
+from cldetr.engine.stages import (
+    Stage,
+    calibration_learner,
+    evaluation_config,
+    make_stage,
+    planned_stages,
+    stage_config,
+    training_learner,
+)
+from cldetr.engine.step import StageTrainer, build_optimizer
+from cldetr.engine.teacher_cache import cache_teacher_predictions
 from cldetr.errors import InputError
+from cldetr.evaluation.evaluator import IncrementalEvaluator, to_plain, to_scalars
+from cldetr.evaluation.results import (
+    format_matrix,
+    format_table,
+    load_results,
+    summarise,
+    write_results,
+)
+from cldetr.files import sha256_file, write_json
+from cldetr.lazy import lazy_part
 from cldetr.methods.learner import Learner
 
 logger = logging.getLogger(__name__)
 
-_MOST_SKIPPED = 3  # steps in a row without a finite gradient before the run stops
-_SAME_REQUEST = 1.0  # seconds in which several signals are one: Ctrl-C reaches a process twice
 
+class IncrementalTrainer(TrainerBase):
+    """Trains a detector through all phases of a scenario.
 
-class Interrupted(SystemExit):
-    """The run was asked to stop and has saved its state; exits as the shell expects."""
+        trainer = IncrementalTrainer(cfg)
+        trainer.resume_or_load(resume=False)
+        results = trainer.train()
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(128 + signum)
+    Each phase has a training step, an exemplar selection, a calibration step and an evaluation.
+    Each training stage is an ordinary Detectron2 training: while it lasts, `trainer.cfg` names its
+    registered data sets in DATASETS.TRAIN, its steps in SOLVER.MAX_ITER and where the run is in
+    STAGE, and optimizer, schedule, loader, hooks and writers come from the `build_*` methods, which
+    a subclass may override as those of Detectron2's `DefaultTrainer`. Hooks are built for each
+    stage; their `before_train` and `after_train` are called at its beginning and end.
 
-
-class StageTrainer(SimpleTrainer):
-    """Runs the steps of one stage.
-
-    Steps are counted over the whole run (`trainer.iter`), so that curves of all stages join;
-    `offset` is the number of steps before this stage. Nothing about a step depends on earlier ones
-    but the weights and the optimizer's state: the batch, the learning rate and the random numbers
-    follow from the step's number.
+    Attributes:
+        cfg: the config of the present stage; between stages that of the run.
+        phase, stage: where the run is: the phase from 1, and "train" or "calibrate".
+        step, steps: the index of the step within the stage, and how many there are. `iter` counts
+            over the whole run.
+        detector: the model that is trained and saved.
+        learner: detector, teacher and losses of the present stage; `model` is the same, wrapped
+            for several processes. In evaluation mode both detect.
+        checkpointer: for hooks that save weights; writes into the stage's folder.
     """
 
-    def __init__(
-        self,
-        learner: Learner,
+    def __init__(self, cfg: CfgNode) -> None:
+        """Reads and checks the data, registers a data set for each stage, builds the detector.
+
+        Nothing is written.
+        """
+        super().__init__()
+        check_keys(cfg, overridden=_overridden(type(self), cfg))
+        self.method = method_of(cfg)
+        self.data = RunData(cfg)
+        self.run_cfg = self.cfg = _resolve(cfg, len(self.data.scenario.categories))
+        self.ledger = Ledger(cfg.OUTPUT_DIR)
+        torch.manual_seed(cfg.SEED)
+        watched, read = watch_keys(self.run_cfg)
+        self.detector = self.build_model(watched)
+        check_model_keys(self.run_cfg, read)
+        self.phase, self.stage = 1, "train"
+        self._begun = False
+        self._offset = 0  # training steps of the stages that are done
+        self._inputs: dict[str, str] = {}  # digest of the weights that the next stage starts from
+        self._stop = StopRequest()
+
+    # What a subclass may override, with Detectron2's names.
+
+    @classmethod
+    def build_model(cls, cfg: CfgNode) -> nn.Module:
+        """Builds the detector, by default from META_ARCH_REGISTRY.
+
+        It is a `cldetr.modeling.detector.Detector` with MODEL.DETR.NUM_CLASSES classes.
+        """
+        return build_model(cfg)
+
+    @classmethod
+    def build_optimizer(cls, cfg: CfgNode, model: nn.Module) -> torch.optim.Optimizer:
+        """Builds the optimizer of a stage, by default AdamW with Deformable DETR's groups.
+
+        @classmethod
+        def build_optimizer(cls, cfg, model):
+            return torch.optim.SGD(model.parameters(), cfg.SOLVER.BASE_LR, momentum=0.9)
+        """
+        changes = {"params__model": model, "lr": cfg.SOLVER.BASE_LR}
+        optimizer = lazy_part(cfg, "optimizer", **changes)
+        return build_optimizer(cfg, model) if optimizer is None else optimizer
+
+    @classmethod
+    def build_lr_scheduler(cls, cfg: CfgNode, optimizer: torch.optim.Optimizer) -> Any:
+        """Builds the learning rate schedule of a stage, by default Detectron2's own.
+
+        SOLVER.MAX_ITER and STEPS are those of the stage, from SCHEDULE; LR_SCHEDULER_NAME, GAMMA
+        and WARMUP_* are the user's.
+        """
+        multiplier = lazy_part(cfg, "lr_multiplier")
+        if multiplier is not None:
+            return LRMultiplier(optimizer, multiplier, max_iter=cfg.SOLVER.MAX_ITER)
+        return build_lr_scheduler(cfg, optimizer)
+
+    @classmethod
+    def build_train_loader(cls, cfg: CfgNode) -> Any:
+        """Builds the loader of a stage's batches: lists of Detectron2's inputs.
+
+            @classmethod
+            def build_train_loader(cls, cfg):
+                return build_train_loader(cfg, mapper=DatasetMapper(cfg, is_train=True))
+
+        A resumed stage calls `loader.batch_sampler.start_at(step)`; a loader without it starts its
+        stream of samples again.
+        """
+        names = list(cfg.DATASETS.TRAIN)
+        loader = lazy_part(cfg, "dataloader.train", dataset__names=names)
+        return build_train_loader(cfg) if loader is None else loader
+
+    @classmethod
+    def build_test_loader(cls, cfg: CfgNode, dataset_name: str) -> Any:
+        """Builds the loader of a registered test set."""
+        loader = lazy_part(cfg, "dataloader.test", dataset__names=dataset_name)
+        return build_test_loader(cfg, dataset_name) if loader is None else loader
+
+    @classmethod
+    def build_evaluator(cls, cfg: CfgNode, dataset_name: str) -> DatasetEvaluator:
+        """Builds the evaluator of a registered test set.
+
+        Results need `IncrementalEvaluator`; others may stand beside it:
+
+            @classmethod
+            def build_evaluator(cls, cfg, dataset_name):
+                own = COCOEvaluator(dataset_name, output_dir=cfg.OUTPUT_DIR)
+                return DatasetEvaluators([super().build_evaluator(cfg, dataset_name), own])
+        """
+        evaluator = IncrementalEvaluator.from_dataset(
+            dataset_name, restrict_images=cfg.TEST.RESTRICT_IMAGES
+        )
+        more = lazy_part(cfg, "dataloader.evaluator", dataset_name=dataset_name)
+        if more is None:
+            return evaluator
+        return DatasetEvaluators([evaluator, *(more if isinstance(more, list) else [more])])
+
+    def build_hooks(self) -> list[HookBase]:
+        """Builds the hooks of a stage, the writers last.
+
+            def build_hooks(self):
+                chain = super().build_hooks()
+                chain.insert(-1, hooks.BestCheckpointer(500, self.checkpointer, "all/AP"))
+                return chain
+
+        Checkpoints for resume are not among them: they are saved after all hooks, and hold what
+        the `state_dict` of each hook returns.
+        """
+        cfg = self.cfg
+        chain: list[HookBase] = [hooks.IterationTimer(warmup_iter=3), hooks.LRScheduler()]
+        if cfg.TEST.EVAL_PERIOD:
+            chain.append(
+                hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._metrics, eval_after_train=False)
+            )
+        if comm.is_main_process():
+            if cfg.LOG_IMAGES and cfg.VIS_PERIOD:
+                chain.append(SnapshotHook(cfg))
+            chain.append(hooks.PeriodicWriter(self.build_writers(), period=cfg.LOG_PERIOD))
+        return chain
+
+    def build_writers(self) -> list[EventWriter]:
+        """Builds the writers of a stage, on rank 0: console, metrics.json and TensorBoard."""
+        title = f"phase {self.phase}/{len(self.data.scenario.phases)} {self.stage}"
+        plan = planned_stages(self.run_cfg, self.data.scenario)
+        index = [(each.phase, each.name) for each in plan].index((self.phase, self.stage))
+        total = self._offset + self.steps + sum(each.steps for each in plan[index + 1 :])
+        return [
+            StageWriter(title, self._offset, self.steps, total),
+            JSONWriter(str(self.ledger.root / "metrics.json")),
+            TensorboardXWriter(str(self.ledger.root / "tensorboard")),
+        ]
+
+    @classmethod
+    def test(
+        cls,
+        cfg: CfgNode,
         model: nn.Module,
-        data_loader: Iterable[list[dict[str, Any]]],
-        optimizer: torch.optim.Optimizer,
-        *,
-        settings: OptimizerSettings,
-        schedule: StageSchedule,
-        steps_per_epoch: int,
-        offset: int,
-        steps: int,
-        seed: tuple[int, ...],
-        log_period: int = 20,
-    ) -> None:
-        """Sets up the loop.
+        evaluators: DatasetEvaluator | Sequence[DatasetEvaluator] | None = None,
+    ) -> dict[str, Any]:
+        """Evaluates a model on the registered data sets of DATASETS.TEST.
 
         Args:
-            learner: what learns.
-            model: the learner itself, or wrapped for several processes.
-            data_loader: the batches from the first step that is still to be done.
-            optimizer: from `build_optimizer`.
-            settings: clip, accumulation, precision.
-            schedule: the learning rate of each step.
-            steps_per_epoch: steps in an epoch of this stage.
-            offset: steps of the run before this stage.
-            steps: steps of this stage.
-            seed: with the step's number it seeds dropout.
-            log_period: every so many steps metrics are gathered from all processes.
+            cfg: such as `trainer.cfg`, whose DATASETS.TEST is the test set after the phase.
+            model: with the weights to evaluate.
+            evaluators: one for each data set; those of `build_evaluator` by default.
+
+        Returns:
+            the evaluator's results, by data set where there are several; an empty dictionary on
+            all ranks but the first.
         """
-        super().__init__(model, data_loader, optimizer, gather_metric_period=log_period)
-        self.learner = learner
-        self.settings = settings
-        self.schedule = schedule
-        self.steps_per_epoch = steps_per_epoch
-        self.offset = offset
-        self.steps = steps
-        self.seed = seed
-        self._skipped = 0
-        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        device = self._parameters[0].device.type
-        self._autocast = {
-            "device_type": device,
-            "dtype": torch.bfloat16 if settings.amp == "bfloat16" else torch.float16,
-            "enabled": settings.amp != "off",
-        }
-        self.scaler = torch.amp.GradScaler(device, enabled=settings.amp == "float16")
+        if isinstance(evaluators, DatasetEvaluator):
+            evaluators = [evaluators]
+        if evaluators is not None and len(evaluators) != len(cfg.DATASETS.TEST):
+            raise ValueError(f"{len(evaluators)} evaluators for {len(cfg.DATASETS.TEST)} data sets")
+        results: OrderedDict[str, dict[str, Any]] = OrderedDict()
+        for index, name in enumerate(cfg.DATASETS.TEST):
+            evaluator = evaluators[index] if evaluators else cls.build_evaluator(cfg, name)
+            loader = cls.build_test_loader(cfg, name)
+            results[name] = inference_on_dataset(model, loader, evaluator) or {}
+        return next(iter(results.values())) if len(results) == 1 else results
+
+    # Running.
+
+    def resume_or_load(self, resume: bool = True) -> None:
+        """Takes the run directory: a new run starts, or the one that it holds goes on.
+
+        Args:
+            resume: go on with the run in OUTPUT_DIR, which must hold one. Otherwise a new run
+                starts from MODEL.WEIGHTS or MODEL.DETECTOR, and OUTPUT_DIR must hold none.
+        """
+        root = self.ledger.root
+
+        def begin() -> None:
+            self.ledger.open(self.run_cfg, resume)
+            try:
+                self.data.check(root)
+                self.ledger.begin(self.run_cfg)
+                self.data.record(root)
+            except BaseException:
+                self.ledger.close()
+                raise
+
+        from_rank0(begin)
+        if comm.is_main_process():
+            self.ledger.start_log()
+        self._begun = True
+
+    def train(self) -> dict[str, Any]:
+        """Runs all that is left of the run, from wherever its directory is; returns the results.
+
+        What the directory holds is never computed again: a finished run returns its results.
+        """
+        if not self._begun:
+            self.resume_or_load(resume=False)
+        self._offset, self._inputs = 0, {}
+        with StopRequest() as self._stop:
+            try:
+                for phase in self.data.scenario.phases:
+                    self._train_phase(phase.index)
+                return self._summarise()
+            except RuntimeError as error:
+                if self._stop.signum:  # it struck another process too, and this one misses it
+                    raise Interrupted(self._stop.signum) from error
+                raise
+            finally:
+                self.cfg = self.run_cfg
+                self._begun = False
+                self.ledger.close()
+
+    def evaluate_weights(self) -> dict[str, Any]:
+        """Evaluates MODEL.WEIGHTS, or else the newest weights of the run directory.
+
+        They are evaluated on the classes that the file says it has seen, all of them where it does
+        not say.
+        """
+        phases = len(self.data.scenario.phases)
+        path = self.run_cfg.MODEL.WEIGHTS
+        for phase in range(phases, 0, -1):
+            path = path or str(final_weights(self.ledger.root, phase) or "")
+        if not path:
+            raise InputError(
+                f"{self.ledger.root} holds no finished model: set MODEL.WEIGHTS to the one to "
+                "evaluate"
+            )
+        state = load_state(path)
+        phase = int(state.get("cldetr", {}).get("phase", phases))
+        if not 1 <= phase <= phases:
+            raise InputError(f"{path} is of phase {phase}, the scenario has {phases}")
+        load_into(self.detector, state["model"], path)
+        logger.info("evaluating %s after phase %d", path, phase)
+        self._see(phase)
+        return self.test(self._evaluation_config(phase), self.detector)
+
+    def run_step(self) -> None:
+        """Runs one step of the present stage."""
+        self._trainer.iter = self.iter
+        self._trainer.run_step()
 
     @property
     def step(self) -> int:
-        """The number of the present step within the stage."""
-        return self.iter - self.offset
+        """The index of the present step within the stage."""
+        return self.iter - self._offset
 
-    def run_step(self) -> None:
-        """One optimizer step, left out when its gradient is not finite on any process."""
-        assert self.model.training
-        start = time.perf_counter()
-        batch = next(self._data_loader_iter)
-        data_time = time.perf_counter() - start
+    @property
+    def steps(self) -> int:
+        """Steps of the present stage."""
+        return self.cfg.SOLVER.MAX_ITER
 
-        factor = self.schedule.lr_factor(self.step, self.steps_per_epoch)
-        for group in self.optimizer.param_groups:
-            group["lr"] = group["base_lr"] * factor
-        self.storage.put_scalar("lr", self.settings.lr * factor, smoothing_hint=False)
-        self.learner.progress = self.step / max(self.steps - 1, 1)
-        torch.manual_seed(_torch_seed((*self.seed, self.step, comm.get_rank())))
+    # The stages. Each begins by asking the ledger whether it is done.
 
-        losses = self._backward(batch)
-        self.after_backward()
-        self.scaler.unscale_(self.optimizer)
-        norm = nn.utils.clip_grad_norm_(self._parameters, self.settings.clip or float("inf"))
-        # Gradients are averaged over processes, so this norm is the same on all of them and they
-        # agree without a word.
-        if bool(torch.isfinite(norm)):
-            self._skipped = 0
-            self.scaler.step(self.optimizer)
-            self.storage.put_scalar("grad_norm", float(norm))
-            self._write_metrics(losses, data_time)
-        else:
-            self._skip(batch, losses)
-        self.scaler.update()
+    def _train_phase(self, phase: int) -> None:
+        """Does what is left of one phase."""
+        self.phase = phase
+        with self._stop.waiting():
+            self._train(phase)
+        self._select(phase)
+        with self._stop.waiting():
+            self._calibrate(phase)
+        self._evaluate(phase)
 
-    def _backward(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Accumulates the gradients of a batch, in parts where memory is short."""
-        self.optimizer.zero_grad()
-        parts = min(self.settings.accumulate, len(batch))
-        size = -(-len(batch) // parts)
-        total: dict[str, Tensor] = {}
-        for start in range(0, len(batch), size):
-            part = batch[start : start + size]
-            with torch.autocast(**self._autocast):
-                losses = self.model(part)
-            losses = {key: value * (len(part) / len(batch)) for key, value in losses.items()}
-            self.scaler.scale(sum(losses.values())).backward()
-            for key, value in losses.items():
-                total[key] = total.get(key, 0) + value.detach()
-        return total
-
-    def _skip(self, batch: list[dict[str, Any]], losses: Mapping[str, Tensor]) -> None:
-        self.optimizer.zero_grad()
-        if self.scaler.is_enabled() and finite(list(losses.values())):
-            return  # float16 overflow: the scaler lowers its scale, nothing is wrong
-        self._skipped += 1
-        names = ", ".join(str(entry.get("file_name", entry.get("image_id"))) for entry in batch)
-        logger.warning(
-            "step %d left out: its gradient is not finite (losses %s; images %s)",
-            self.step,
-            {key: float(value) for key, value in losses.items()},
-            names,
+    def _train(self, phase: int) -> None:
+        """The training step: L_DKD on D_i ∪ E_1:i−1 (Alg. 1, lines 1-13)."""
+        method = self.method
+        if phase == 1 and self.run_cfg.MODEL.DETECTOR:
+            self._adopt(phase)
+            return
+        if phase == 1 and not self._finished(phase, "train"):
+            initialise(self.detector, self.run_cfg.MODEL.WEIGHTS)
+        # Φ^old is the detector as it is before this phase.
+        learner = training_learner(
+            self.detector, method, self.data.scenario, phase, old_model=self.detector
         )
-        if self._skipped >= _MOST_SKIPPED:
-            raise InputError(
-                f"stopped: {_MOST_SKIPPED} steps in a row had no finite gradient, the last on "
-                f"images {names}. The last checkpoint is sound; lower SOLVER.BASE_LR or look at "
-                "these images."
+        kind = "joint" if method.joint else "revealed" if method.reveal_old else "phase"
+        datasets = [self.data.name(kind, phase)]
+        if phase > 1 and method.memory is not None and method.memory.replay:
+            self.data.load_memory(self.ledger.folder(phase - 1, "select"))
+            datasets.append(self.data.name("exemplars", phase - 1))
+        self._fit(phase, "train", learner, datasets)
+
+    def _select(self, phase: int) -> None:
+        """Builds E_1:i (Alg. 1, line 14; Alg. 2)."""
+        rule = self.method.memory
+        if rule is None or self._finished(phase, "select"):
+            return
+        self._stop.check()
+
+        def select() -> None:
+            begin = time.perf_counter()
+            before = self.ledger.folder(phase - 1, "select") if phase > 1 else None
+            memory = self.data.select_exemplars(phase, rule, before, self.detector)
+            outputs = memory.save(self.ledger.folder(phase, "select"), self.data.train)
+            facts = {"seconds": time.perf_counter() - begin}
+            names = [path.name for path in outputs]
+            self.ledger.finish(phase, "select", names, self._inputs, facts)
+
+        from_rank0(select)
+
+    def _calibrate(self, phase: int) -> None:
+        """The calibration step: L_DETR on E_1:i (Alg. 1, lines 15-20)."""
+        rule = self.method.calibrate
+        if rule is None or phase == 1:  # the paper's first phase trains on all its data throughout
+            return
+        learner = calibration_learner(self.detector, self.method, self.data.scenario, phase)
+        self.data.load_memory(self.ledger.folder(phase, "select"))
+        dataset = self.data.name("exemplars", phase, "_revealed" if rule.reveal else "")
+        self._fit(phase, "calibrate", learner, [dataset])
+
+    def _evaluate(self, phase: int) -> None:
+        if self._finished(phase, "evaluate"):
+            return
+        self._stop.check()
+        begin = time.perf_counter()
+        entry = self.test(self._evaluation_config(phase), self.detector)
+
+        def finish() -> None:
+            calibrated = self.method.calibrate is not None and phase > 1
+            content = {**to_plain(entry), "stage": "calibrate" if calibrated else "train"}
+            folder = self.ledger.folder(phase, "evaluate")
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "metrics.json", content)
+            facts = {"seconds": time.perf_counter() - begin, "memory_mb": memory_mb()}
+            self.ledger.finish(phase, "evaluate", ["metrics.json"], self._inputs, facts)
+
+        from_rank0(finish)
+
+    # What the stages are made of.
+
+    def _fit(self, phase: int, name: str, learner: Learner, datasets: Sequence[str]) -> None:
+        """Trains one stage to its end, from its newest checkpoint, or loads its result."""
+        self._see(phase)
+        stage = make_stage(self.run_cfg, phase, name, datasets, self.data.size(datasets))
+        folder = self.ledger.folder(phase, name)
+        if not self._finished(phase, name):
+            self._stop.check()
+            begin = time.perf_counter()
+            inputs = dict(self._inputs)
+            learner.to(self.detector.device)
+            if learner.rule is not None and learner.rule.cache:
+                stage = self._cache_teacher(stage, learner, folder / "predictions")
+                inputs["predictions"] = sha256_file(folder / "predictions" / "manifest.json")
+            self._run_stage(stage, learner, folder)
+            facts = {
+                "steps": stage.steps,
+                "images": stage.images,
+                "seconds": time.perf_counter() - begin,
+                "memory_mb": memory_mb(),
+                **self._pseudo_facts(learner),
+            }
+            from_rank0(lambda: self._save(phase, name, inputs, facts))
+        self._load(folder / "model.pth")
+        self._offset += stage.steps
+
+    def _run_stage(self, stage: Stage, learner: Learner, folder: Path) -> None:
+        """Builds all that a stage needs and runs its steps."""
+        self.stage = stage.name
+        self.cfg = stage_config(self.run_cfg, stage, self.data.name("test", stage.phase))
+        self.learner = learner
+        meta = describe(self.run_cfg, self.data.scenario, stage.phase, stage.name)
+        self.optimizer = self.build_optimizer(self.cfg, self.detector)
+        self.scheduler = self.build_lr_scheduler(self.cfg, self.optimizer)
+        self.data_loader = self.build_train_loader(self.cfg)
+        self.checkpointer = RunCheckpointer(self.detector, folder, meta)
+        self._trainer = StageTrainer(
+            learner,
+            self.data_loader,
+            self.optimizer,
+            self.cfg,
+            offset=self._offset,
+            seed=(self.cfg.SEED, stage.phase, {"train": 1, "calibrate": 2}[stage.name]),
+            after_backward=self.after_backward,
+        )
+        self.model, self.scaler = self._trainer.model, self._trainer.scaler
+        period = self.cfg.SOLVER.CHECKPOINT_PERIOD
+        self._hooks = []
+        self.register_hooks(self.build_hooks())
+        self.register_hooks([CheckpointHook(folder / "checkpoints", period, self._stop, meta)])
+        first = self._restore(folder / "checkpoints")
+        logger.info(
+            "phase %d/%d %s: %d images, %d steps of %d, %s",
+            stage.phase,
+            len(self.data.scenario.phases),
+            stage.name,
+            stage.images,
+            stage.steps,
+            stage.batch,
+            f"from step {first}" if first else "from the start",
+        )
+        super().train(self._offset + first, self._offset + stage.steps)
+        self.cfg = self.run_cfg
+        if learner.pseudo_images and learner.pseudo_empty > 0.9 * learner.pseudo_images:
+            logger.warning(
+                "phase %d %s: %d of %d images got no pseudo-label: the old model may not know "
+                "these images, or the selection is too strict",
+                stage.phase,
+                stage.name,
+                learner.pseudo_empty,
+                learner.pseudo_images,
             )
 
+    def _restore(self, folder: Path) -> int:
+        """Loads the newest checkpoint of a stage, the same on all ranks; returns its step."""
 
-class CheckpointHook(HookBase):
-    """Saves the stage's state periodically, and before an asked-for stop."""
+        def newest() -> int:
+            found = latest_checkpoint(folder)
+            return 0 if found is None else found.step
 
-    def __init__(self, folder: Path, period: int, stop: StopRequest, meta: dict[str, Any]) -> None:
-        self.folder = folder
-        self.period = period
-        self.stop = stop
-        self.meta = meta
-
-    def after_step(self) -> None:
-        """Saves where a period ends; stops where a signal came, on all processes together."""
-        trainer = self.trainer
-        done = trainer.step + 1
-        signum = self.stop.agreed()
-        if done < trainer.steps and (signum or done % self.period == 0):
-            if comm.is_main_process():
-                save_checkpoint(self.folder, done, training_state(trainer, self.meta))
-            comm.synchronize()
-        if signum and done < trainer.steps:
-            logger.warning("stopped by signal %d after step %d; --resume goes on", signum, done)
-            raise Interrupted(signum)
-
-
-class StopRequest:
-    """Stops a run on SIGTERM and SIGINT: at once, or while a stage trains after the step."""
-
-    def __init__(self) -> None:
-        self.signum = 0
-        self._asked_at = 0.0
-        self._waits = False
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> StopRequest:
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            self._before[signum] = signal.signal(signum, self._remember)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for signum, handler in self._before.items():
-            signal.signal(signum, handler)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """While this lasts a signal is only remembered: there are steps that a stop would lose."""
-        self._waits = True
-        try:
-            yield
-        finally:
-            self._waits = False
-
-    def agreed(self) -> int:
-        """The signal to stop for, the same on every process; 0 for none."""
-        if comm.get_world_size() == 1:
-            return self.signum
-        device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-        flag = torch.tensor(self.signum, device=device)
-        torch.distributed.all_reduce(flag, op=torch.distributed.ReduceOp.MAX)
-        return int(flag)
-
-    def _remember(self, signum: int, frame: FrameType | None) -> None:
-        asked_before = self.signum and time.monotonic() - self._asked_at > _SAME_REQUEST
-        if not self.signum:
-            self.signum, self._asked_at = signum, time.monotonic()
-        if asked_before or not self._waits:
-            raise Interrupted(signum)
-
-
-def training_state(trainer: StageTrainer, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint holds; refuses to write numbers that are not finite."""
-    weights = finite_weights(trainer.learner.detector)
-    optimizer = trainer.optimizer.state_dict()
-    numbers = [x for state in optimizer["state"].values() for x in state.values()]
-    if not finite([x for x in numbers if isinstance(x, Tensor)]):
-        raise InputError(
-            "the optimizer's state is not finite any more; the last checkpoint is sound: lower "
-            "SOLVER.BASE_LR or set SOLVER.CLIP"
-        )
-    return {
-        "model": weights,
-        "optimizer": optimizer,
-        "scaler": trainer.scaler.state_dict(),
-        "step": trainer.step + 1,
-        "cldetr": dict(meta),
-    }
-
-
-def finite_weights(detector: nn.Module) -> dict[str, Tensor]:
-    """The weights to be saved; refuses numbers that are not finite."""
-    weights = detector.state_dict()
-    if not finite(list(weights.values())):
-        raise InputError(
-            "the weights are not finite any more; the last checkpoint is sound: lower "
-            "SOLVER.BASE_LR"
-        )
-    return weights
-
-
-def build_optimizer(detector: nn.Module, settings: OptimizerSettings) -> torch.optim.AdamW:
-    """AdamW over the groups of Deformable DETR: the rest, the backbone, the slow projections."""
-    groups: dict[str, list[nn.Parameter]] = {"rest": [], "backbone": [], "slow": []}
-    for name, parameter in detector.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if name.startswith("backbone."):
-            groups["backbone"].append(parameter)
-        elif any(word in name for word in settings.slow_names):
-            groups["slow"].append(parameter)
+        step = from_rank0(newest)
+        if not step:
+            return 0
+        found = load_checkpoint(folder, step)
+        load_into(self.detector, found.state["model"], str(found.path))
+        self.optimizer.load_state_dict(found.state["optimizer"])
+        if found.state["scaler"]:
+            self.scaler.load_state_dict(found.state["scaler"])
+        self.load_state_dict(found.state["trainer"])
+        sampler = getattr(self.data_loader, "batch_sampler", None)
+        if hasattr(sampler, "start_at"):
+            sampler.start_at(step)
         else:
-            groups["rest"].append(parameter)
-    factors = {"rest": 1.0, "backbone": settings.backbone_factor, "slow": settings.slow_factor}
-    return torch.optim.AdamW(
-        [
-            {"params": parameters, "base_lr": settings.lr * factors[name]}
-            for name, parameters in groups.items()
-            if parameters
-        ],
-        lr=settings.lr,
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
+            logger.warning(
+                "the loader of build_train_loader cannot start at step %d: samples repeat", step
+            )
+        return step
+
+    def _cache_teacher(self, stage: Stage, learner: Learner, folder: Path) -> Stage:
+        """The stage on its images with the teacher's predictions; the teacher is dropped."""
+        view = cache_teacher_predictions(
+            learner,
+            stage.datasets,
+            folder,
+            self.run_cfg,
+            teacher_digest=self._inputs["model"],  # of the weights that the stage starts from
+            check_stop=self._stop.check,
+        )
+        name = self.data.register_predicted(stage.phase, stage.name, view, like=stage.datasets[0])
+        return dataclasses.replace(stage, datasets=(name,))
+
+    def _save(
+        self, phase: int, stage: str, inputs: Mapping[str, str], facts: Mapping[str, Any]
+    ) -> None:
+        """Writes the weights that a training stage ended with and declares it finished."""
+        meta = describe(self.run_cfg, self.data.scenario, phase, stage)
+        folder = self.ledger.folder(phase, stage)
+        folder.mkdir(parents=True, exist_ok=True)
+        weights = {"model": finite_weights(self.detector), "cldetr": meta}
+        save_state(folder / "model.pth", weights)
+        self.ledger.finish(phase, stage, ["model.pth"], inputs, facts)
+
+    def _pseudo_facts(self, learner: Learner) -> dict[str, Any]:
+        """Pseudo-labels by category, on the images that this process saw since its start."""
+        if not learner.pseudo_images:
+            return {}
+        names = [category.name for category in self.data.scenario.categories]
+        counts = zip(names, learner.pseudo_counts.tolist(), strict=True)
+        return {
+            "pseudo": {
+                "images": learner.pseudo_images,
+                "without": learner.pseudo_empty,
+                "per_category": {name: count for name, count in counts if count},
+            }
+        }
+
+    def _adopt(self, phase: int) -> None:
+        """Takes a trained detector as the first phase's result."""
+        self._see(phase)
+        if not self._finished(phase, "train"):
+            path = self.run_cfg.MODEL.DETECTOR
+            load_trained_detector(self.detector, path, self.data.scenario)
+            inputs, facts = {"detector": sha256_file(path)}, {"steps": 0, "given": path}
+            from_rank0(lambda: self._save(phase, "train", inputs, facts))
+        self._load(self.ledger.folder(phase, "train") / "model.pth")
+
+    def _finished(self, phase: int, stage: str) -> bool:
+        """Whether the run directory holds the result of a stage; rank 0 decides."""
+        adopted = phase == 1 and stage == "train"  # nothing precedes it
+        inputs = None if adopted else self._inputs
+        return from_rank0(lambda: self.ledger.finished(phase, stage, inputs) is not None)
+
+    def _see(self, phase: int) -> None:
+        """Makes the detector predict the classes up to a phase."""
+        seen = torch.zeros_like(self.detector.visible_classes)
+        seen[list(self.data.scenario.seen(phase))] = True
+        self.detector.visible_classes = seen
+
+    def _load(self, path: Path) -> None:
+        load_into(self.detector, load_state(path)["model"], str(path))
+        self._inputs = {"model": sha256_file(path)}
+
+    def _evaluation_config(self, phase: int) -> CfgNode:
+        return evaluation_config(self.run_cfg, phase, self.data.name("test", phase))
+
+    def _metrics(self) -> dict[str, float]:
+        """The metrics in the course of a stage, for the curves."""
+        return to_scalars(self.test(self.cfg, self.detector))
+
+    def _summarise(self) -> dict[str, Any]:
+        """Writes and logs the table of all phases."""
+        phases = [
+            read_json(self.ledger.folder(phase.index, "evaluate") / "metrics.json")
+            for phase in self.data.scenario.phases
+        ]
+        joint = self.run_cfg.TEST.JOINT_RESULTS
+        results = summarise(
+            phases,
+            scenario=self.data.scenario.name,
+            method=self.method.name,
+            joint=load_results(joint) if joint else None,
+        )
+        if comm.is_main_process():
+            write_results(results, self.ledger.root)
+            logger.info("results of %s:\n%s", self.ledger.root, format_table(results))
+            if len(phases) > 2:
+                logger.info("AP of each phase's classes:\n%s", format_matrix(results))
+        return results
 
 
-def _torch_seed(parts: tuple[int, ...]) -> int:
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
+def _overridden(cls: type[IncrementalTrainer], cfg: CfgNode) -> set[str]:
+    """Names of the methods that a subclass, or a part of a LazyConfig, replaces."""
+    names = {
+        name for base in cls.__mro__[: cls.__mro__.index(IncrementalTrainer)] for name in vars(base)
+    }
+    lazy = {"optimizer": "build_optimizer", "dataloader": "build_train_loader"}
+    return names | {method for part, method in lazy.items() if part in cfg.LAZY}
+
+
+def _resolve(cfg: CfgNode, num_classes: int) -> CfgNode:
+    """The config with what follows from the data and the machine filled in."""
+    own = cfg.clone()
+    own.defrost()
+    stated = own.MODEL.DETR.NUM_CLASSES
+    if stated not in (0, num_classes):
+        raise InputError(
+            f"MODEL.DETR.NUM_CLASSES is {stated}, the data set has {num_classes} categories: "
+            "remove the key, it follows from the data"
+        )
+    own.MODEL.DETR.NUM_CLASSES = num_classes
+    if own.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
+        logger.info("no GPU here: computing on the CPU")
+        own.MODEL.DEVICE = "cpu"
+    own.freeze()
+    return own

@@ -50,7 +50,7 @@ class DistillRule:
 
 
 @dataclass(frozen=True)
-class Pair:
+class StudentTeacherOutputs:
     """The last layer of both models on one batch, and what the classes mean."""
 
     student_logits: Tensor  # (B, Q, C)
@@ -61,24 +61,24 @@ class Pair:
     softmax: bool  # C = K + 1, the last output being no-object; else C = K independent sigmoids
 
 
-def lwf_loss(pair: Pair, rule: DistillRule) -> dict[str, Tensor]:
+def lwf_loss(outputs: StudentTeacherOutputs, rule: DistillRule) -> dict[str, Tensor]:
     """Classical distillation on all queries: L_KD of Sec. 3.3.
 
     The paper's formula takes the logarithm of the teacher's probabilities; as in LwF it is the
     student's that is meant. Sigmoid heads: binary cross-entropy of the old classes. Softmax heads:
     cross-entropy over the old classes and no-object.
     """
-    student, teacher = pair.student_logits, pair.teacher_logits
-    if pair.softmax:
-        shown = torch.cat([pair.old, pair.old.new_ones(1)])
+    student, teacher = outputs.student_logits, outputs.teacher_logits
+    if outputs.softmax:
+        shown = torch.cat([outputs.old, outputs.old.new_ones(1)])
         target = teacher[..., shown].softmax(dim=-1)
         classes = -(target * student[..., shown].log_softmax(dim=-1)).sum(dim=-1)  # (B, Q)
     else:
-        target = teacher[..., pair.old].sigmoid()
+        target = teacher[..., outputs.old].sigmoid()
         classes = F.binary_cross_entropy_with_logits(
-            student[..., pair.old], target, reduction="none"
+            student[..., outputs.old], target, reduction="none"
         ).sum(dim=-1)
-    boxes = _box_distance(pair.student_boxes, pair.teacher_boxes, rule)
+    boxes = _box_distance(outputs.student_boxes, outputs.teacher_boxes, rule)
     images, queries = classes.shape
     count = images * (queries if rule.normaliser == "queries" else 1)
     return {
@@ -87,7 +87,7 @@ def lwf_loss(pair: Pair, rule: DistillRule) -> dict[str, Tensor]:
     }
 
 
-def erd_loss(pair: Pair, rule: DistillRule) -> dict[str, Tensor]:
+def erd_loss(outputs: StudentTeacherOutputs, rule: DistillRule) -> dict[str, Tensor]:
     """Elastic response distillation (Feng et al. 2022), read for DETR heads.
 
     Of each image the queries count whose response, the teacher's best old-class score, stands out.
@@ -95,21 +95,26 @@ def erd_loss(pair: Pair, rule: DistillRule) -> dict[str, Tensor]:
     teacher's boxes, their distance weighted by the response; the original compares distributions
     over box edges, which a DETR does not have.
     """
-    scores = pair.teacher_logits.softmax(-1)[..., :-1] if pair.softmax else None
-    scores = pair.teacher_logits.sigmoid() if scores is None else scores
-    response, label = scores[..., pair.old].max(dim=-1)  # (B, Q)
+    scores = outputs.teacher_logits.softmax(-1)[..., :-1] if outputs.softmax else None
+    scores = outputs.teacher_logits.sigmoid() if scores is None else scores
+    response, label = scores[..., outputs.old].max(dim=-1)  # (B, Q)
     floor = response.mean(1, keepdim=True) + rule.deviations * response.std(1, keepdim=True)
     chosen = response > floor
-    columns = torch.cat([pair.old, pair.old.new_zeros(1)]) if pair.softmax else pair.old
-    difference = pair.student_logits[chosen][:, columns] - pair.teacher_logits[chosen][:, columns]
-    classes = difference.square().mean() if difference.numel() else pair.student_logits.sum() * 0
+    columns = torch.cat([outputs.old, outputs.old.new_zeros(1)]) if outputs.softmax else outputs.old
+    difference = (
+        outputs.student_logits[chosen][:, columns] - outputs.teacher_logits[chosen][:, columns]
+    )
+    classes = difference.square().mean() if difference.numel() else outputs.student_logits.sum() * 0
     boxes, weights = [], []
     for image, mask in enumerate(chosen):
         queries = mask.nonzero().flatten()
-        corners = box_cxcywh_to_xyxy(pair.teacher_boxes[image, queries])
+        corners = box_cxcywh_to_xyxy(outputs.teacher_boxes[image, queries])
         kept = batched_nms(corners, response[image, queries], label[image, queries], rule.nms_iou)
         queries = queries[kept]
-        student, teacher = pair.student_boxes[image, queries], pair.teacher_boxes[image, queries]
+        student, teacher = (
+            outputs.student_boxes[image, queries],
+            outputs.teacher_boxes[image, queries],
+        )
         weights.append(response[image, queries])
         boxes.append(_box_distance(student, teacher, rule))
     weight, distance = torch.cat(weights), torch.cat(boxes)
@@ -117,7 +122,7 @@ def erd_loss(pair: Pair, rule: DistillRule) -> dict[str, Tensor]:
     return {"loss_kd_cls": rule.weight * classes, "loss_kd_box": rule.weight * box}
 
 
-LOSSES: dict[str, Callable[[Pair, DistillRule], dict[str, Tensor]]] = {
+LOSSES: dict[str, Callable[[StudentTeacherOutputs, DistillRule], dict[str, Tensor]]] = {
     "lwf": lwf_loss,
     "erd": erd_loss,
 }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_xyxy_to_cxcywh
 from cldetr.layers.ragged import pad_rows, row_places
-from cldetr.methods.distill import LOSSES, DistillRule, Pair
+from cldetr.methods.distill import LOSSES, DistillRule, StudentTeacherOutputs
 from cldetr.methods.pseudo import (
     MergeCounts,
     Predictions,
@@ -26,7 +26,7 @@ from cldetr.methods.pseudo import (
     make_pseudo_labels,
     merge_batch,
 )
-from cldetr.modeling.detector import Detector
+from cldetr.modeling.detector import Detector, is_finite
 from cldetr.modeling.structures import DetrOutput, Target
 
 
@@ -59,19 +59,19 @@ class Learner(nn.Module):
                 calibration when exemplars are completed.
             teacher_classes: labels that the teacher may give.
             rule: how its predictions become pseudo-labels; None for none. Without a teacher, the
-                inputs bring its predictions with them (`recordable` made them).
+                inputs bring its predictions with them (`teacher_candidates` made them).
             distill: the loss that compares its predictions query by query; None for none.
             annotated: labels of each phase's classes, the first phase's first. Where given, no
                 pseudo-label is of a class that is annotated on the image anyway, which its input's
                 `phase` tells; the paper's DKD does not ask.
-            mask_unseen: leave the head's rows of unseen classes out of the loss.
+            mask_unseen: exclude the head's rows of unseen classes from the loss.
         """
         super().__init__()
         self.detector = detector
         self.rule = rule
         self.distill = distill
         self.progress = 0.0  # of the stage, in [0, 1]; the trainer moves it
-        self.pseudo_images = 0  # images labelled since the last reset, and those left without any
+        self.pseudo_images = 0  # images labelled so far, and those without any pseudo-label
         self.pseudo_empty = 0
         num_classes = detector.num_classes
         self.register_buffer("_seen", _mask(seen, num_classes), persistent=False)
@@ -100,7 +100,7 @@ class Learner(nn.Module):
 
     @property
     def teacher(self) -> Detector | None:
-        """The frozen model, if this stage has one."""
+        """The frozen old model, where this stage has one."""
         return self._teacher[0] if self._teacher else None
 
     @property
@@ -108,32 +108,35 @@ class Learner(nn.Module):
         """Labels that the teacher may give, ascending."""
         return self._teacher_classes.nonzero()[:, 0].tolist()
 
-    def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, Tensor]:
-        """Computes the losses of a batch: L_DKD (Eq. 5) with a teacher, L_DETR (Eq. 1) without."""
+    def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
+        """Computes the losses of a batch: L_DKD (Eq. 5) with a teacher, L_DETR (Eq. 1) without.
+
+        In evaluation mode it is the detector: detections, as Detectron2's models return them.
+        """
+        if not self.training:
+            return self.detector(batched_inputs)
         images = self.detector.preprocess(batched_inputs)
         targets = self.detector.targets(batched_inputs)
-        advice = None
+        teacher_output = None
         if self.teacher is not None:
             # A loss that compares with the teacher's outputs may keep them for the backward pass,
             # which those of the cheaper inference mode do not allow.
             with torch.no_grad() if self.distill else torch.inference_mode():
-                advice = self.teacher.predict(images)
-        output = self.detector.predict(images)
-        if not _finite(output) or (advice is not None and not _finite(advice)):
-            # The other processes count boxes in this step: to stay away would cross their messages.
-            self.detector.criterion.normaliser(targets, output.logits.device)
-            return _refuse(output)
-        if self.rule is not None:
-            targets = self._merge(advice, targets, batched_inputs)
+                teacher_output = self.teacher.predict(images)
+        sound = teacher_output is None or is_finite(teacher_output)
+        if self.rule is not None and sound:
+            targets = self._merge(teacher_output, targets, batched_inputs)
         mask = self._seen if self.mask_unseen else None
-        losses = self.detector.criterion(output, targets, class_mask=mask)
-        if advice is not None and self.distill is not None:
-            losses |= self._compare(output, advice, self.distill)
+        losses, output = self.detector.losses(images, targets, class_mask=mask)
+        if not sound:  # the trainer skips the step, on all processes together
+            losses = {name: loss * float("nan") for name, loss in losses.items()}
+        elif teacher_output is not None and output is not None and self.distill is not None:
+            losses |= self._compare(output, teacher_output, self.distill)
         return losses
 
     @torch.no_grad()
-    def recordable(self, batched_inputs: list[dict[str, Any]]) -> list[Instances]:
-        """The teacher's predictions on test inputs that the rule may ever use, to be kept.
+    def teacher_candidates(self, batched_inputs: list[dict[str, Any]]) -> list[Instances]:
+        """The teacher's predictions on test inputs that the rule may ever use, to be stored.
 
         Returns:
             for each image, in pixels of its `height` and `width`: `pred_boxes`, `scores` (N, C) of
@@ -141,11 +144,11 @@ class Learner(nn.Module):
         """
         assert self.teacher is not None
         assert self.rule is not None
-        advice = self.teacher.predict(self.detector.preprocess(batched_inputs))
-        if not _finite(advice):
+        output = self.teacher.predict(self.detector.preprocess(batched_inputs))
+        if not is_finite(output):
             names = ", ".join(str(entry["file_name"]) for entry in batched_inputs)
             raise InputError(f"the old model's predictions are not finite on {names}")
-        scores, boxes, background = self._read(advice)
+        scores, boxes, background = self._read(output)
         allowed = scores * self._usable(batched_inputs)[:, None].to(scores.dtype)
         wanted = candidates(Predictions(allowed, boxes, background), self.rule)
         found = []
@@ -163,37 +166,38 @@ class Learner(nn.Module):
 
     @torch.no_grad()
     def pseudo_labels(
-        self, advice: DetrOutput | None, batched_inputs: list[dict[str, Any]]
+        self, teacher_output: DetrOutput | None, batched_inputs: list[dict[str, Any]]
     ) -> list[Target]:
         """What the rule makes of the teacher's predictions, before they meet the ground truth.
 
         Args:
-            advice: the teacher's predictions; None where the inputs bring them.
+            teacher_output: the teacher's predictions; None where the inputs bring them.
             batched_inputs: the batch.
         """
         assert self.rule is not None
         usable = self._usable(batched_inputs)
-        if advice is None:
-            return self._recall(batched_inputs, usable)
-        return make_pseudo_labels(*self._read(advice), usable, self.rule, self.progress)
+        if teacher_output is None:
+            return self._stored_pseudo_labels(batched_inputs, usable)
+        return make_pseudo_labels(*self._read(teacher_output), usable, self.rule, self.progress)
 
     @torch.no_grad()
     def _merge(
         self,
-        advice: DetrOutput | None,
+        teacher_output: DetrOutput | None,
         truths: list[Target],
         batched_inputs: list[dict[str, Any]],
     ) -> list[Target]:
         """Labels a batch by the teacher's predictions and merges (Alg. 1, lines 6-7)."""
         assert self.rule is not None
-        pseudo = self.pseudo_labels(advice, batched_inputs)
-        most = self.detector.num_queries
-        merged, counts = merge_batch(truths, pseudo, self.rule, most=most)
+        pseudo = self.pseudo_labels(teacher_output, batched_inputs)
+        merged, counts = merge_batch(truths, pseudo, self.rule, limit=self.detector.num_queries)
         self.pseudo_counts += self._count(merged) - self._count(truths)
         self._log(counts, truths)
         return merged
 
-    def _recall(self, batched_inputs: list[dict[str, Any]], usable: Tensor) -> list[Target]:
+    def _stored_pseudo_labels(
+        self, batched_inputs: list[dict[str, Any]], usable: Tensor
+    ) -> list[Target]:
         """Pseudo-labels of a batch from the predictions that its inputs bring."""
         assert self.rule is not None
         kept = [entry["predictions"] for entry in batched_inputs]
@@ -224,29 +228,29 @@ class Learner(nn.Module):
             usable = usable & ~self._annotated[[entry["phase"] - 1 for entry in batched_inputs]]
         return usable
 
-    def _read(self, advice: DetrOutput) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _read(self, teacher_output: DetrOutput) -> tuple[Tensor, Tensor, Tensor | None]:
         """Scores (B, Q, K), boxes (B, Q, 4) and p(φ) of the teacher's last layer, in float32."""
         assert self.teacher is not None
-        logits = advice.logits[-1].float()
+        logits = teacher_output.logits[-1].float()
         return (
             self.teacher.scores(logits),
-            advice.boxes[-1].float(),
+            teacher_output.boxes[-1].float(),
             self.teacher.background(logits),
         )
 
     def _compare(
-        self, output: DetrOutput, advice: DetrOutput, rule: DistillRule
+        self, output: DetrOutput, teacher_output: DetrOutput, rule: DistillRule
     ) -> dict[str, Tensor]:
         """The distillation loss of the last layer, in float32."""
-        pair = Pair(
+        outputs = StudentTeacherOutputs(
             student_logits=output.logits[-1].float(),
             student_boxes=output.boxes[-1].float(),
-            teacher_logits=advice.logits[-1].float(),
-            teacher_boxes=advice.boxes[-1].float(),
+            teacher_logits=teacher_output.logits[-1].float(),
+            teacher_boxes=teacher_output.boxes[-1].float(),
             old=self._teacher_classes,
             softmax=output.logits.shape[-1] > self.detector.num_classes,
         )
-        return LOSSES[rule.loss](pair, rule)
+        return LOSSES[rule.loss](outputs, rule)
 
     def _count(self, targets: list[Target]) -> Tensor:
         """Labels of each class, (K,)."""
@@ -281,22 +285,6 @@ def _mask(labels: Sequence[int], num_classes: int) -> Tensor:
     mask = torch.zeros(num_classes, dtype=torch.bool)
     mask[list(labels)] = True
     return mask
-
-
-def _finite(output: DetrOutput) -> bool:
-    return bool(torch.isfinite(output.logits).all() and torch.isfinite(output.boxes).all())
-
-
-def _refuse(output: DetrOutput) -> dict[str, Tensor]:
-    """A loss that is not a number, still tied to every weight.
-
-    The trainer skips a step whose gradients are not finite. Going through the backward pass lets
-    every process see that at the same step, where raising here would leave the others waiting.
-    """
-    total = output.logits.sum() + output.boxes.sum()
-    if output.proposals is not None:
-        total = total + output.proposals.logits.sum() + output.proposals.boxes.sum()
-    return {"loss_cls": total * float("nan")}
 
 
 def _storage() -> EventStorage | None:

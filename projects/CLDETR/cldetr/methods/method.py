@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cldetr.errors import InputError
@@ -37,7 +37,11 @@ class CalibrationRule:
             reach at best.
     """
 
-    complete: PseudoRule | None = None
+    complete: PseudoRule | None = field(
+        default=None,
+        # Hard labels: a soft one is the model's own score, from which there is nothing to learn.
+        metadata={"enabled": lambda: PseudoRule(foreground=0.2, soft=False)},
+    )
     reveal: bool = False
 
     def __post_init__(self) -> None:
@@ -91,3 +95,7 @@ class Method:
     def needs_teacher(self) -> bool:
         """Whether the training step asks the old model."""
         return self.pseudo is not None or self.distill is not None
+
+
+# CL-DETR as the paper has it.
+CLDETR = Method("cldetr", pseudo=PseudoRule(), memory=MemoryRule(), calibrate=CalibrationRule())

@@ -1,7 +1,7 @@
 """Pseudo-labels: which of the old model's predictions to trust, and how they join the labels.
 
 This is Sec. 3.3 of the paper: the foreground set F, its K most confident members P, the subset Q
-of those that leave the ground truth alone (Eq. 3), and the merged labels y^distill (Eq. 4).
+of those that do not overlap the ground truth (Eq. 3), and the merged labels y^distill (Eq. 4).
 
 Shape shorthand: B images, Q queries, K classes (labels), T labels of one image.
 """
@@ -153,15 +153,15 @@ def make_pseudo_labels(
     """
     scores = scores * usable[:, None, :].to(scores.dtype)
     ranking = SELECTIONS[rule.select](Predictions(scores, boxes, background), rule, progress)
-    images, places = ranking.chosen.nonzero(as_tuple=True)  # image by image
-    queries = ranking.queries[images, places]
+    images, ranks = ranking.chosen.nonzero(as_tuple=True)  # image by image
+    queries = ranking.queries[images, ranks]
     probs = None
     if rule.soft:
         probs = scores[images, queries]
         if background is not None:
             probs = torch.cat([probs, background[images, queries, None]], dim=1)
             probs = probs / probs.sum(dim=1, keepdim=True)
-    found = Target(ranking.classes[images, places], boxes[images, queries], probs)
+    found = Target(ranking.classes[images, ranks], boxes[images, queries], probs)
     return _split(found, images, len(scores))
 
 
@@ -174,8 +174,8 @@ def candidates(pred: Predictions, rule: PseudoRule) -> Tensor:
     found = torch.zeros(pred.scores.shape[:2], dtype=torch.bool, device=pred.scores.device)
     for progress in (0.0, 1.0):
         ranking = SELECTIONS[rule.select](pred, wide, progress)
-        images, places = ranking.chosen.nonzero(as_tuple=True)
-        found[images, ranking.queries[images, places]] = True
+        images, ranks = ranking.chosen.nonzero(as_tuple=True)
+        found[images, ranking.queries[images, ranks]] = True
     return found
 
 
@@ -204,20 +204,20 @@ def _drop_in_batch(
     return _split(kept, images[clear], len(pseudos))
 
 
-def merge(truth: Target, pseudo: Target, most: int) -> tuple[Target, int]:
-    """y^distill of Eq. 4, ground truth first, cut to `most` labels (the number of queries).
+def merge(truth: Target, pseudo: Target, limit: int) -> tuple[Target, int]:
+    """y^distill of Eq. 4, ground truth first, cut to `limit` labels (the number of queries).
 
     Background labels need not be written: the criterion treats unmatched queries as background.
 
     Returns:
         the merged labels and how many pseudo-labels did not fit.
     """
-    merged, dropped = _merge_in_batch([truth], [pseudo], most)
+    merged, dropped = _merge_in_batch([truth], [pseudo], limit)
     return merged[0], dropped[0]
 
 
 def _merge_in_batch(
-    truths: Sequence[Target], pseudos: Sequence[Target], most: int
+    truths: Sequence[Target], pseudos: Sequence[Target], limit: int
 ) -> tuple[list[Target], list[int]]:
     """`merge` of every image."""
     hard = _join(truths)
@@ -229,7 +229,7 @@ def _merge_in_batch(
         one_hot = rows.split([len(truth) for truth in truths])
     merged, dropped = [], []
     for truth, pseudo, certain in zip(truths, pseudos, one_hot, strict=True):
-        dropped.append(max(len(truth) + len(pseudo) - max(most, len(truth)), 0))
+        dropped.append(max(len(truth) + len(pseudo) - max(limit, len(truth)), 0))
         if dropped[-1]:
             pseudo = _first(pseudo, len(pseudo) - dropped[-1])
         labels = torch.cat([truth.labels, pseudo.labels])
@@ -253,11 +253,11 @@ class MergeCounts:
 
 
 def merge_batch(
-    truths: Sequence[Target], pseudos: Sequence[Target], rule: PseudoRule, most: int
+    truths: Sequence[Target], pseudos: Sequence[Target], rule: PseudoRule, limit: int
 ) -> tuple[list[Target], MergeCounts]:
     """Filters and merges the pseudo-labels of every image of a batch (Eq. 3 and 4)."""
     clear = _drop_in_batch(pseudos, truths, rule)
-    merged, dropped = _merge_in_batch(truths, clear, most)
+    merged, dropped = _merge_in_batch(truths, clear, limit)
     joined = [len(x) - lost for x, lost in zip(clear, dropped, strict=True)]
     return merged, MergeCounts(
         images=len(merged),
@@ -268,9 +268,9 @@ def merge_batch(
     )
 
 
-def _reaching(pred: Predictions, least: float) -> Ranking:
+def _reaching(pred: Predictions, threshold: float) -> Ranking:
     ranking = _by_confidence(pred)
-    chosen = ranking.chosen & (ranking.scores >= least)
+    chosen = ranking.chosen & (ranking.scores >= threshold)
     if pred.background is not None:
         chosen &= ranking.scores > foreground_floor(pred, ranking, 0.0)
     return dataclasses.replace(ranking, chosen=chosen)

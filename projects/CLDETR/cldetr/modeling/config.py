@@ -9,7 +9,8 @@ def add_model_config(cfg: CfgNode) -> None:
     """Adds the keys; the defaults are Deformable DETR's as the paper trains it."""
     cfg.MODEL.DETR = CfgNode()
     detr = cfg.MODEL.DETR
-    detr.NUM_CLASSES = 80  # K: all classes of all phases; heads do not grow
+    # K: all classes of all phases; heads do not grow. 0: as many as the data set has.
+    detr.NUM_CLASSES = 0
     detr.NUM_QUERIES = 300  # N of the paper: object hypotheses per image
     detr.HIDDEN_DIM = 256  # width of the transformer
     detr.HEADS = 8

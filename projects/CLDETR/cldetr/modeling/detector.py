@@ -1,7 +1,7 @@
 """What Deformable DETR and DETR share: images in, labels in, detections out.
 
-These are the seams that incremental learning uses; a detector adds `predict`, `scores` and
-`background`.
+These are the seams that incremental learning uses. A detector of your own subclasses `Detector` and
+defines `predict`, `scores` and `background`; one with losses of its own overrides `losses`.
 
 Shape shorthand: B images, Q queries, K classes.
 """
@@ -27,7 +27,7 @@ from cldetr.modeling.levels import (
     extract_levels,
     extract_levels_with_padding,
 )
-from cldetr.modeling.matcher import Matcher
+from cldetr.modeling.matcher import Matcher, Matches
 from cldetr.modeling.structures import DetrOutput, ImageBatch, Target
 
 
@@ -36,8 +36,10 @@ class Detector(nn.Module):
 
     pixel_mean: Tensor
     pixel_std: Tensor
-    visible_classes: Tensor | None
+    visible_classes: Tensor  # (K,) bool, the classes learnt so far; others are never predicted
     num_queries: int  # Q
+    # What a weights file may lack: files of detectors that were not trained in phases do.
+    optional_keys = ("visible_classes",)
 
     def __init__(
         self,
@@ -70,6 +72,8 @@ class Detector(nn.Module):
             exact_padding: see `levels.extract_levels`; False does as the official implementations.
         """
         super().__init__()
+        if num_classes < 1:
+            raise ValueError("the detector has no classes: set MODEL.DETR.NUM_CLASSES")
         self.backbone = backbone
         self.in_features = tuple(in_features)
         self.criterion = criterion
@@ -81,8 +85,8 @@ class Detector(nn.Module):
         self._folds = can_fold(backbone)
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
-        # (K,) bool, the classes learnt so far; None for all. Others are never predicted.
-        self.register_buffer("visible_classes", None, False)
+        # Saved with the weights: whoever loads them predicts the classes that they know.
+        self.register_buffer("visible_classes", torch.ones(num_classes, dtype=torch.bool))
 
     @property
     def device(self) -> torch.device:
@@ -103,10 +107,9 @@ class Detector(nn.Module):
                 raise ValueError("a training batch without images")
             return []
         images = self.preprocess(batched_inputs)
-        output = self.predict(images)
         if self.training:
-            return self.criterion(output, self.targets(batched_inputs))
-        return self.inference(output, images, batched_inputs)
+            return self.losses(images, self.targets(batched_inputs))[0]
+        return self.inference(self.predict(images), images, batched_inputs)
 
     def preprocess(self, batched_inputs: Sequence[dict[str, Any]]) -> ImageBatch:
         """Normalises images, then pads them with zeros to one size."""
@@ -143,6 +146,49 @@ class Detector(nn.Module):
             targets.append(Target(labels, boxes).to(self.device))
         return targets
 
+    def losses(
+        self, images: ImageBatch, targets: Sequence[Target], class_mask: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], DetrOutput | None]:
+        """Computes the losses of a batch, weighted and by name, and the predictions they are of.
+
+        A detector with losses of its own (denoising, an extra head) overrides this:
+
+            def losses(self, images, targets, class_mask=None):
+                losses, output = super().losses(images, targets, class_mask)
+                losses["loss_mine"] = ...
+                return losses, output
+
+        Every process must reach the collective calls in here in every step.
+
+        Args:
+            images: the batch.
+            targets: labels of each image, pseudo-labels among them.
+            class_mask: (K,) bool, the classes that take part in the classification loss; None for
+                all.
+
+        Returns:
+            the losses, and the predictions, None where they are not finite.
+        """
+        output = self.predict(images)
+        if not is_finite(output):
+            self.criterion.normaliser(targets, output.logits.device)  # other processes wait in it
+            return _nan_losses(output), None
+        return self.criterion(output, targets, class_mask=class_mask), output
+
+    def match(
+        self, output: DetrOutput, targets: Sequence[Target], class_mask: Tensor | None = None
+    ) -> Matches:
+        """Matches predictions and labels one to one, as in training."""
+        return self.criterion.matcher(output, targets, class_mask)
+
+    def class_parameters(self) -> list[str]:
+        """Names, in `state_dict`, of the parameters with a row for each class.
+
+        Rows beyond the K classes (a background row) come last. These rows are what moves when the
+        head of a trained detector is fitted to the classes of a scenario.
+        """
+        return [name for name in self.state_dict() if name.startswith("class_embed.")]
+
     def predict(self, images: ImageBatch) -> DetrOutput:
         """Predicts logits and boxes with all decoder layers."""
         raise NotImplementedError
@@ -165,10 +211,8 @@ class Detector(nn.Module):
         """Turns the last layer's predictions into detections in the size that is asked for."""
         scores = self.scores(output.logits[-1].float())  # (B, Q, K)
         boxes = box_cxcywh_to_xyxy(output.boxes[-1].float())
-        classes = torch.arange(self.num_classes, device=scores.device)
-        if self.visible_classes is not None:
-            classes = classes[self.visible_classes.to(scores.device)]
-            scores = scores[..., classes]
+        classes = self.visible_classes.nonzero().flatten()
+        scores = scores[..., classes]
         results = []
         for index, (height, width) in enumerate(images.sizes):
             score, query, place = self._best(scores[index])
@@ -205,6 +249,23 @@ class Detector(nn.Module):
         if self.exact_padding:
             return extract_levels(images, extract, strides, self.backbone.size_divisibility)
         return extract_levels_with_padding(images, extract)
+
+
+def is_finite(output: DetrOutput) -> bool:
+    """Whether all predictions are finite numbers."""
+    return bool(torch.isfinite(output.logits).all() and torch.isfinite(output.boxes).all())
+
+
+def _nan_losses(output: DetrOutput) -> dict[str, Tensor]:
+    """A loss that is not a number and still depends on every weight.
+
+    The trainer skips a step whose gradients are not finite. Going through the backward pass lets
+    every process see that at the same step, where raising here would leave the others waiting.
+    """
+    total = output.logits.sum() + output.boxes.sum()
+    if output.proposals is not None:
+        total = total + output.proposals.logits.sum() + output.proposals.boxes.sum()
+    return {"loss_cls": total * float("nan")}
 
 
 def shared_arguments(cfg: CfgNode, classification: Classification) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cldetr.engine.average_precision import METRICS, Scores
 from cldetr.errors import InputError
+from cldetr.evaluation.average_precision import METRICS, Scores
 from cldetr.files import atomic_path, write_json
 
 FORMAT = 1

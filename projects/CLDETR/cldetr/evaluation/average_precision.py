@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cldetr.data.coco import CocoData
+from cldetr.data.views import View
 
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
 Labels = Sequence[int] | np.ndarray
@@ -88,6 +89,11 @@ class GroundTruth:
             areas=data.areas[kept],
             crowd=data.crowd[kept],
         )
+
+    @classmethod
+    def from_view(cls, view: View) -> GroundTruth:
+        """Takes the objects of whole data sets that a view shows, of all of them together."""
+        return cls.join([cls.from_coco(*each) for each in view.datasets()])
 
     @classmethod
     def join(cls, truths: Sequence[GroundTruth]) -> GroundTruth:

@@ -1,4 +1,4 @@
-"""Where a run starts from: a backbone's weights, or a detector that already works."""
+"""Initial weights: a backbone's, or those of a detector that already works."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from cldetr.scenario import Scenario
 
 logger = logging.getLogger(__name__)
 
-_CLASS_HEAD = "class_embed."  # parameters whose first axis runs over the classes
-
 
 def initialise(detector: Detector, weights: str) -> None:
     """Loads initial weights of the first phase: a backbone, or a detector of the same classes.
@@ -34,11 +32,11 @@ def initialise(detector: Detector, weights: str) -> None:
         path = PathManager.get_local_path(weights)
     except Exception as error:
         raise InputError(f"cannot get the weights {weights}: {error}") from error
-    found = _tensors(load_state(path))
-    if any(key.startswith("transformer.") for key in found):
-        own = detector.state_dict()
-        if not any(key.startswith(_CLASS_HEAD) for key in found):  # UP-DETR's pre-training
-            found |= {key: value for key, value in own.items() if key.startswith(_CLASS_HEAD)}
+    found, own = _tensors(load_state(path), detector), detector.state_dict()
+    if any(key in found and not key.startswith("backbone.") for key in own):
+        head = {key: own[key] for key in detector.class_parameters()}
+        if not any(key in found for key in head):  # UP-DETR's pre-training
+            found |= head
             logger.info("%s has no class head: it starts at random", weights)
         load_into(detector, found, weights)
         logger.info("started from the detector %s", weights)
@@ -78,10 +76,11 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
     names = [category.name for category in scenario.categories]
     pairs = [(names.index(name), row) for row, name in enumerate(rows) if name in names]
     labels, sources = (torch.tensor(column) for column in zip(*pairs, strict=True))
-    found, current = _tensors(state), detector.state_dict()
+    found, current = _tensors(state, detector), detector.state_dict()
     fitted = dict(found)
-    for key, value in current.items():
-        if key.startswith(_CLASS_HEAD) and key in found:
+    for key in detector.class_parameters():
+        value = current[key]
+        if key in found:
             if len(found[key]) - len(rows) != len(value) - len(scenario.categories):
                 raise InputError(
                     f"{path}: {key} has {len(found[key])} rows for {len(rows)} categories; "
@@ -94,11 +93,12 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
     logger.info("phase 1 is the trained detector %s (%d categories)", path, len(wanted))
 
 
-def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The weights in a checkpoint's dictionary, arrays as tensors."""
+def _tensors(state: Mapping[str, Any], detector: Detector) -> dict[str, Tensor]:
+    """The weights in a checkpoint's dictionary, arrays as tensors; which classes are seen is not."""
     weights = state.get("model", state)
     return {
         key: torch.as_tensor(value)
         for key, value in weights.items()
         if isinstance(value, Tensor) or hasattr(value, "__array__")
+        if key not in detector.optional_keys
     }

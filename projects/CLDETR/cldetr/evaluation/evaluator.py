@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import torch
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import DatasetEvaluator
 from detectron2.structures import BoxMode, Instances
 from detectron2.utils import comm
 
-from cldetr.engine.average_precision import (
+from cldetr.data.datasets import read_dataset
+from cldetr.data.views import View, label_table
+from cldetr.errors import InputError
+from cldetr.evaluation.average_precision import (
     Detections,
     GroundTruth,
     Scores,
     match,
     summarise_precision,
 )
-from cldetr.errors import InputError
-from cldetr.scenario import Scenario
+from cldetr.scenario import Scenario, make_separate_scenario
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +75,25 @@ class IncrementalEvaluator(DatasetEvaluator):
         keys = zip(names, truth.image_ids.tolist(), strict=True)
         self._place_of = {key: place for place, key in enumerate(keys)}
         self.reset()
+
+    @classmethod
+    def from_dataset(cls, name: str, *, restrict_images: bool = False) -> IncrementalEvaluator:
+        """Prepares the evaluation on a registered data set.
+
+        Args:
+            name: of a test view of a run, which knows its scenario and phase, or of any other data
+                set: then all its classes are one group.
+            restrict_images: see the constructor.
+        """
+        metadata, data = MetadataCatalog.get(name), DatasetCatalog.get(name)
+        if isinstance(data, View):
+            truth = GroundTruth.from_view(data)
+            return cls(truth, metadata.scenario, metadata.phase, restrict_images=restrict_images)
+        whole = read_dataset(name, trim=False)
+        scenario = make_separate_scenario([whole])
+        labels = label_table(whole, scenario.categories, scenario.seen(1))
+        truth = GroundTruth.from_coco(whole, labels)
+        return cls(truth, scenario, 1, restrict_images=restrict_images)
 
     def reset(self) -> None:
         """Forgets all predictions."""
@@ -162,15 +186,32 @@ class IncrementalEvaluator(DatasetEvaluator):
 
 
 def to_scalars(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Flattens a phase's entry for Detectron2's EvalHook and writers, as "all/AP"; no "n/a"."""
-    groups = {name: entry[name] for name in ("all", "old", "new") if entry.get(name)}
+    """Flattens an evaluation's results for Detectron2's EvalHook and writers, as "all/AP"; no "n/a".
+
+    Results of other evaluators are tasks of their own, as "bbox/AP".
+    """
+    groups = {key: value for key, value in entry.items() if key != "per_category"}
     groups |= {f"group{i}": scores for i, scores in enumerate(entry.get("groups", ()), start=1)}
     return {
-        f"{name}/{metric}": value
+        f"{name}/{metric}": float(value)
         for name, scores in groups.items()
+        if isinstance(scores, Mapping)
         for metric, value in scores.items()
-        if value is not None
+        if isinstance(value, (int, float)) and math.isfinite(value)
     }
+
+
+def to_plain(value: Any) -> Any:
+    """Results as JSON data: numbers of NumPy as Python's, NaN (Detectron2's "n/a") as None."""
+    if isinstance(value, Mapping):
+        return {str(key): to_plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [to_plain(item) for item in value]
+    if isinstance(value, (np.ndarray, np.generic, torch.Tensor)):
+        return to_plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
 def _to_arrays(instances: Instances) -> _Prediction:

@@ -1,0 +1,207 @@
+"""Data sets by name: what may be trained on, and the views of a run in Detectron2's catalogs.
+
+A run registers, below `cldetr/<run directory>/`,
+
+    phase1, phase2 …          D_i with annotations of C_i
+    joint1, joint2 …          all images up to a phase with all classes seen so far (upper bound)
+    revealed1, revealed2 …    D_i with all classes seen so far (the KD-oracle)
+    exemplars1 …              E_1:i, each image with the annotations of its own phase
+    exemplars1_revealed …     E_1:i with all classes seen so far (an oracle)
+    test1, test2 …            all test images with the classes seen so far
+
+with metadata, so that Detectron2's loaders, `Visualizer` and `COCOEvaluator` take them by name.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.utils.file_io import PathManager
+from torch.utils.data import Dataset
+
+from cldetr.data.cache import cache_folder
+from cldetr.data.coco import CocoData, load_coco
+from cldetr.data.registered import data_from_dicts
+from cldetr.data.views import View, evaluation_part
+from cldetr.errors import InputError
+from cldetr.files import sha256_json
+from cldetr.scenario import Part, Scenario
+
+logger = logging.getLogger(__name__)
+
+
+def read_dataset(reference: str, *, bad_boxes: str = "stop", trim: bool = True) -> CocoData:
+    """Reads the annotations of a data set.
+
+    Args:
+        reference: `ANNOTATIONS.json:IMAGE_FOLDER`, or the name of a data set that is registered
+            with Detectron2. COCO files are read by this package; of other data sets, such as
+            `voc_2007_trainval`, the registered function is called.
+        bad_boxes: "stop" at boxes that make no sense, or "drop" and count them.
+        trim: cut boxes to their image, as for training; see `load_coco`.
+    """
+    head, mark, folder = reference.partition(".json:")
+    if mark:
+        return _read_file(f"{head}.json", folder, None, bad_boxes, trim)
+    if reference.endswith(".json"):
+        raise InputError(f"{reference} says nothing of the images: write {reference}:IMAGE_FOLDER")
+    if reference not in DatasetCatalog:
+        near = difflib.get_close_matches(reference, DatasetCatalog.keys(), n=3)
+        hint = f"do you mean {', '.join(near)}?" if near else "register it first"
+        raise InputError(
+            f"no data set {reference!r} is registered with Detectron2: {hint} (a COCO file is "
+            "given as ANNOTATIONS.json:IMAGE_FOLDER)"
+        )
+    metadata = MetadataCatalog.get(reference)
+    if hasattr(metadata, "json_file") and metadata.get("evaluator_type", "coco") == "coco":
+        json_file = PathManager.get_local_path(os.fspath(metadata.json_file))
+        return _read_file(json_file, os.fspath(metadata.image_root), reference, bad_boxes, trim)
+    try:
+        dicts = DatasetCatalog.get(reference)
+    except Exception as error:
+        raise InputError(
+            f"the function registered as {reference!r} failed: {type(error).__name__}: {error}"
+        ) from error
+    return data_from_dicts(
+        reference, dicts, metadata.get("thing_classes"), bad_boxes=bad_boxes, trim=trim
+    )
+
+
+def _read_file(
+    json_file: str, image_root: str, name: str | None, bad_boxes: str, trim: bool
+) -> CocoData:
+    cache = cache_folder(json_file)
+    return load_coco(
+        json_file, image_root, name=name, bad_boxes=bad_boxes, trim=trim, cache_dir=cache
+    )
+
+
+def view_name(prefix: str, kind: str, phase: int, suffix: str = "") -> str:
+    """The catalog's name of a view: `view_name("voc", "phase", 1)` is "cldetr/voc/phase1"."""
+    return f"cldetr/{prefix}/{kind}{phase}{suffix}"
+
+
+def register_views(
+    scenario: Scenario,
+    train: Mapping[str, CocoData],
+    test: Mapping[str, CocoData],
+    prefix: str,
+) -> list[str]:
+    """Registers the views of a scenario, all but exemplars, and returns their names.
+
+    Registering the same again is fine; a name that stands for something else is refused.
+
+    Args:
+        scenario: what to register.
+        train: the training data sets by source.
+        test: the test data sets by source; their categories are matched by name.
+        prefix: tells runs apart.
+    """
+    names = []
+    for phase in scenario.phases:
+        for kind, parts in (
+            ("phase", (phase.part(),)),
+            ("joint", scenario.joint(phase.index)),
+            ("revealed", (scenario.revealed(phase.index),)),
+        ):
+            names.append(view_name(prefix, kind, phase.index))
+            _register(names[-1], scenario, parts, train)
+    wholes = [evaluation_part(data, source, scenario.categories) for source, data in test.items()]
+    for phase in scenario.phases:
+        seen = set(scenario.seen(phase.index))
+        parts = [
+            replace(part, classes=tuple(x for x in part.classes if x in seen)) for part in wholes
+        ]
+        names.append(view_name(prefix, "test", phase.index))
+        metadata: dict[str, Any] = {"scenario": scenario, "phase": phase.index}
+        if parts == wholes and len(wholes) == 1:
+            metadata |= _file_metadata(scenario, wholes[0], test[wholes[0].source])
+        _register(names[-1], scenario, parts, test, metadata)
+    return names
+
+
+def register_exemplars(
+    scenario: Scenario,
+    train: Mapping[str, CocoData],
+    prefix: str,
+    image_ids: Mapping[int, Sequence[int]],
+) -> list[str]:
+    """Registers E_1:i, i the last phase in `image_ids`, and returns the names of its two views.
+
+    Args:
+        scenario: that the exemplars were chosen in.
+        train: the training data sets by source.
+        prefix: as in `register_views`.
+        image_ids: phase index → image ids of its exemplars.
+    """
+    if not image_ids:
+        raise InputError("there are no exemplars to register")
+    names = []
+    for suffix in ("", "_revealed"):
+        names.append(view_name(prefix, "exemplars", max(image_ids), suffix))
+        parts = scenario.exemplars(image_ids, reveal=bool(suffix))
+        _register(names[-1], scenario, parts, train)
+    return names
+
+
+def register_dataset(name: str, dataset: Dataset, like: str) -> None:
+    """Registers a data set that is made from a registered one, or puts it in an earlier's place."""
+    metadata = MetadataCatalog.get(like).as_dict()
+    for catalog in (DatasetCatalog, MetadataCatalog):
+        if name in catalog:
+            catalog.remove(name)
+    DatasetCatalog.register(name, lambda: dataset)
+    MetadataCatalog.get(name).set(**{**metadata, "name": name})
+
+
+def dataset_digest(names: Sequence[str]) -> str:
+    """A digest of which images registered views have, of which files, with whose labels."""
+    return sha256_json([MetadataCatalog.get(name).digest for name in names])
+
+
+def _file_metadata(scenario: Scenario, part: Part, data: CocoData) -> dict[str, Any]:
+    """What lets Detectron2's evaluator read the annotation file itself, where there is one."""
+    if not data.json_file.is_file():
+        return {}
+    missing = [c.name for x, c in enumerate(scenario.categories) if x not in part.classes]
+    if missing:
+        logger.warning("%s has no objects of %s", data.json_file, ", ".join(missing))
+    ids = zip(data.categories, part.classes, strict=True)
+    return {
+        "thing_dataset_id_to_contiguous_id": {category.id: label for category, label in ids},
+        "evaluator_type": "coco",
+        "json_file": os.fspath(data.json_file),
+        "image_root": os.fspath(data.image_root),
+    }
+
+
+def _register(
+    name: str,
+    scenario: Scenario,
+    parts: Sequence[Part],
+    data: Mapping[str, CocoData],
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Registers a view under a name, unless the very same is registered already."""
+    view = View(scenario.categories, parts, data, name)
+    digest = view.digest()
+    if name in DatasetCatalog:
+        if MetadataCatalog.get(name).get("digest") == digest:
+            return
+        raise InputError(
+            f"the data set name {name} already stands for something else: choose another "
+            "OUTPUT_DIR, or remove it from DatasetCatalog and MetadataCatalog first"
+        )
+    DatasetCatalog.register(name, lambda: view)
+    contiguous = {category.id: label for label, category in enumerate(scenario.categories)}
+    MetadataCatalog.get(name).set(
+        digest=digest,
+        thing_classes=[category.name for category in scenario.categories],
+        **{"thing_dataset_id_to_contiguous_id": contiguous, **(metadata or {})},
+    )

@@ -1,0 +1,138 @@
+"""Hooks of a training stage: exact checkpoints, and pictures for TensorBoard.
+
+Hooks see where they are through their trainer: `trainer.phase`, `trainer.stage`, `trainer.step` and
+`trainer.steps` within the stage, `trainer.iter` within the run.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import MetadataCatalog, get_detection_dataset_dicts
+from detectron2.engine import HookBase
+from detectron2.utils import comm
+from torch import Tensor, nn
+
+from cldetr.data.loader import Entries
+from cldetr.data.mapper import Augmentation, Mapper
+from cldetr.engine.checkpoint import finite, save_checkpoint
+from cldetr.engine.ranks import Interrupted, StopRequest
+from cldetr.engine.scenes import draw_scene, examine
+from cldetr.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+_SIDE = 320  # short side of each panel: a picture takes some 100 KB
+
+
+class CheckpointHook(HookBase):
+    """Saves the state of the stage every `period` steps; exits on all ranks after a signal.
+
+    It is registered behind all other hooks, so that what it saves is the state after the step.
+    """
+
+    def __init__(self, folder: Path, period: int, stop: StopRequest, meta: dict[str, Any]) -> None:
+        """Sets up the hook.
+
+        Args:
+            folder: where the checkpoints of the stage go.
+            period: steps between two of them; 0 for none but that of a stop.
+            stop: knows of signals.
+            meta: what a checkpoint says about itself.
+        """
+        self.folder = folder
+        self.period = period
+        self.stop = stop
+        self.meta = meta
+
+    def after_step(self) -> None:
+        """Saves, and exits where that was asked for."""
+        trainer = self.trainer
+        done = trainer.step + 1
+        signum = self.stop.agreed()
+        due = self.period > 0 and done % self.period == 0
+        if done < trainer.steps and (signum or due):
+            if comm.is_main_process():
+                save_checkpoint(self.folder, done, training_state(trainer, self.meta))
+            comm.synchronize()
+        if signum and done < trainer.steps:
+            logger.warning("stopped by signal %d after step %d; --resume goes on", signum, done)
+            raise Interrupted(signum)
+
+
+def training_state(trainer: Any, meta: dict[str, Any]) -> dict[str, Any]:
+    """What a checkpoint holds; refuses to write numbers that are not finite."""
+    weights = finite_weights(trainer.detector)
+    optimizer = trainer.optimizer.state_dict()
+    numbers = [x for state in optimizer["state"].values() for x in state.values()]
+    if not finite([x for x in numbers if isinstance(x, Tensor)]):
+        raise InputError(
+            "the optimizer's state is not finite any more; the last checkpoint is sound: lower "
+            "SOLVER.BASE_LR or enable SOLVER.CLIP_GRADIENTS"
+        )
+    return {
+        "model": weights,
+        "optimizer": optimizer,
+        "scaler": trainer.scaler.state_dict(),
+        "trainer": trainer.state_dict(),  # of the hooks, the learning rate's among them
+        "step": trainer.step + 1,
+        "cldetr": dict(meta),
+    }
+
+
+def finite_weights(detector: nn.Module) -> dict[str, Tensor]:
+    """The weights to be saved; refuses numbers that are not finite."""
+    weights = detector.state_dict()
+    if not finite(list(weights.values())):
+        raise InputError(
+            "the weights are not finite any more; the last checkpoint is sound: lower "
+            "SOLVER.BASE_LR"
+        )
+    return weights
+
+
+class SnapshotHook(HookBase):
+    """Draws labels, pseudo-labels and matched predictions of a few images, always the same.
+
+    Training is not affected: no random number is drawn, no weight and no count changes, and a
+    picture that cannot be drawn is no reason to stop.
+    """
+
+    def __init__(self, cfg: CfgNode) -> None:
+        """Chooses LOG_IMAGES images of the stage, evenly spread, drawn every VIS_PERIOD steps.
+
+        Args:
+            cfg: of the stage; has the test size, at which the images are shown.
+        """
+        self.entries: Entries = get_detection_dataset_dicts(cfg.DATASETS.TRAIN, filter_empty=False)
+        self.names = MetadataCatalog.get(cfg.DATASETS.TRAIN[0]).thing_classes
+        self.mapper = Mapper(Augmentation.from_config(cfg).deterministic(), training=True)
+        self.period = cfg.VIS_PERIOD
+        last = len(self.entries) - 1
+        count = min(cfg.LOG_IMAGES, last + 1)
+        self.indices = sorted({round(x) for x in np.linspace(0, last, count)})
+
+    def after_step(self) -> None:
+        """Draws where a period or the stage ends."""
+        done = self.trainer.step + 1
+        if self.indices and (done % self.period == 0 or done == self.trainer.steps):
+            try:
+                self._draw()
+            except Exception:
+                logger.warning("no pictures of this stage: drawing failed", exc_info=True)
+                self.indices = []
+
+    def _draw(self) -> None:
+        rng = np.random.default_rng(0)  # nothing is drawn from it: the mapper is deterministic
+        title = f"phase{self.trainer.phase}_{self.trainer.stage}"
+        for number, index in enumerate(self.indices, start=1):
+            entry = self.mapper(self.entries[index], rng)
+            scene = examine(self.trainer.learner, entry)
+            picture = np.array(draw_scene(scene, self.names, panel=_SIDE))
+            tensor = torch.from_numpy(picture.transpose(2, 0, 1))
+            self.trainer.storage.put_image(f"{title}/image{number}", tensor)

@@ -1,0 +1,128 @@
+"""What a run or a weights file says about itself, turned into a config and a model again."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode
+from detectron2.modeling import build_model
+
+from cldetr.config import RUNTIME_KEYS, config_from_text, default_config, load_config, merge_keys
+from cldetr.engine.checkpoint import latest_checkpoint, load_into, load_state
+from cldetr.errors import InputError
+from cldetr.modeling.detector import Detector
+from cldetr.scenario import Scenario
+
+# What the official checkpoints that `cldetr convert` reads were trained with.
+_OFFICIAL = {
+    "MODEL.META_ARCHITECTURE": "DeformableDETR",
+    "MODEL.PIXEL_MEAN": [123.675, 116.28, 103.53],
+    "MODEL.PIXEL_STD": [58.395, 57.12, 57.375],
+    "MODEL.RESNETS.STRIDE_IN_1X1": False,
+    "INPUT.FORMAT": "RGB",
+}
+
+
+def describe(cfg: CfgNode, scenario: Scenario, phase: int, stage: str) -> dict[str, Any]:
+    """What a weights file says about itself: all that prediction needs."""
+    own = cfg.clone()
+    own.defrost()
+    defaults = default_config()
+    for key in RUNTIME_KEYS:  # the same weights make the same file, wherever they are made
+        *parents, last = key.split(".")
+        node, default = own, defaults
+        for parent in parents:
+            node, default = node[parent], default[parent]
+        node[last] = default[last]
+    return {
+        "format": 2,
+        "categories": [{"id": each.id, "name": each.name} for each in scenario.categories],
+        "seen": [scenario.categories[label].name for label in scenario.seen(phase)],
+        "scenario": scenario.name,
+        "phase": phase,
+        "stage": stage,
+        "config": own.dump(),
+    }
+
+
+def config_of_run(root: str | os.PathLike[str], device: str = "auto") -> CfgNode:
+    """Reads the config of a run directory, finished or not.
+
+    Paths of data in it are as the run was given them: relative ones hold where it was started.
+
+    Args:
+        root: the run.
+        device: what to compute on; "auto" is a GPU where there is one.
+    """
+    path = Path(root) / "config.yaml"
+    if not (Path(root) / "identity.json").is_file() or not path.is_file():
+        raise InputError(f"{root} is no run directory: it has no config.yaml and identity.json")
+    cfg = load_config(str(path))
+    cfg.OUTPUT_DIR = os.fspath(root)
+    cfg.MODEL.DEVICE = find_device(device)
+    return cfg
+
+
+def find_device(device: str) -> str:
+    """The device that "auto" means here; any other as it is."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def config_of_weights(meta: Mapping[str, Any], path: str | os.PathLike[str]) -> CfgNode:
+    """The config of the model that a weights file is of.
+
+    Args:
+        meta: what the file says about itself, under "cldetr": a run's own config, or what
+            `cldetr convert` read from the weights.
+        path: where the file is.
+    """
+    if "config" in meta:
+        return config_from_text(meta["config"], str(path))
+    if "settings" in meta:
+        cfg = default_config()
+        keys = {f"MODEL.{key}": value for key, value in meta["settings"].items()}
+        if keys.get("MODEL.META_ARCHITECTURE") == "DETR":
+            keys["MODEL.DETR.ONE_CLASS_PER_QUERY"] = True
+        merge_keys(cfg, _OFFICIAL | keys, str(path))
+        return cfg
+    raise InputError(
+        f"{path} does not say which model it is of: give the config that it was trained with, "
+        "--config-file"
+    )
+
+
+def build_detector(
+    cfg: CfgNode, state: Mapping[str, Any], origin: str, device: str = "cpu"
+) -> Detector:
+    """Builds a config's detector for the categories of a weights file, and loads the weights."""
+    own = cfg.clone()
+    own.defrost()
+    own.MODEL.DEVICE = device
+    own.MODEL.DETR.NUM_CLASSES = len(state["cldetr"]["categories"])
+    detector = build_model(own)
+    load_into(detector, state["model"], origin)
+    return detector.eval()
+
+
+def final_weights(root: str | os.PathLike[str], phase: int) -> Path | None:
+    """The weights that a phase of a run ended with, None where it has not."""
+    for stage in ("calibrate", "train"):
+        folder = Path(root) / f"phase{phase}" / stage
+        if (folder / "stage.json").is_file():
+            return folder / "model.pth"
+    return None
+
+
+def training_weights(root: str | os.PathLike[str], phase: int) -> dict[str, Any] | None:
+    """The state of a phase's training step: its end, or its newest checkpoint; None before any."""
+    folder = Path(root) / f"phase{phase}" / "train"
+    if (folder / "stage.json").is_file():
+        return load_state(folder / "model.pth")
+    found = latest_checkpoint(folder / "checkpoints")
+    return None if found is None else found.state

@@ -1,0 +1,157 @@
+"""The training stages of a run, each an ordinary Detectron2 training with a config of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from detectron2.config import CfgNode
+
+from cldetr.config import method_of, schedule_of
+from cldetr.data.exemplars import resolve_budget
+from cldetr.data.loader import SampleOrder
+from cldetr.methods.learner import Learner, freeze
+from cldetr.methods.method import Method
+from cldetr.modeling.detector import Detector
+from cldetr.scenario import Scenario
+from cldetr.settings import StageSchedule
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A training stage.
+
+    Attributes:
+        phase: from 1.
+        name: "train" or "calibrate".
+        datasets: names of its data sets in `DatasetCatalog`.
+        images: how many images these have.
+        batch: images in a step, over all processes.
+        schedule: its length and learning rate.
+    """
+
+    phase: int
+    name: str
+    datasets: tuple[str, ...]
+    images: int
+    batch: int
+    schedule: StageSchedule
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in a pass over the images."""
+        return SampleOrder(self.images, self.batch, seed=(0,)).steps_per_epoch
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the stage."""
+        return self.schedule.steps(self.steps_per_epoch)
+
+
+def make_stage(cfg: CfgNode, phase: int, name: str, datasets: Sequence[str], images: int) -> Stage:
+    """The stage that the config's SCHEDULE describes."""
+    schedule = schedule_of(cfg)
+    length = schedule.calibrate if name == "calibrate" else schedule.train
+    if name == "train" and phase == 1:
+        length = schedule.first
+    return Stage(phase, name, tuple(datasets), images, cfg.SOLVER.IMS_PER_BATCH, length)
+
+
+def stage_config(cfg: CfgNode, stage: Stage, test_dataset: str) -> CfgNode:
+    """The config of one stage: what Detectron2's `build_*` functions read, filled in."""
+    own = cfg.clone()
+    own.defrost()
+    own.STAGE.PHASE, own.STAGE.NAME = stage.phase, stage.name
+    own.DATASETS.TRAIN, own.DATASETS.TEST = stage.datasets, (test_dataset,)
+    own.SOLVER.MAX_ITER = stage.steps
+    own.SOLVER.STEPS = stage.schedule.milestones(stage.steps_per_epoch)
+    own.SOLVER.BASE_LR = cfg.SOLVER.BASE_LR * stage.schedule.lr_scale
+    own.freeze()
+    return own
+
+
+def evaluation_config(cfg: CfgNode, phase: int, test_dataset: str) -> CfgNode:
+    """The config with which the model after a phase is evaluated."""
+    own = cfg.clone()
+    own.defrost()
+    own.STAGE.PHASE, own.STAGE.NAME = phase, "evaluate"
+    own.DATASETS.TEST = (test_dataset,)
+    own.freeze()
+    return own
+
+
+def planned_stages(cfg: CfgNode, scenario: Scenario) -> list[Stage]:
+    """Every training stage of a run, as far as it is known beforehand.
+
+    The number of exemplars is the budget's; a strategy may end up with fewer.
+    """
+    method, exemplars = method_of(cfg), 0
+    stages = []
+    for phase in scenario.phases:
+        images = len(phase.image_ids)
+        if method.joint:
+            images = sum(len(part.image_ids) for part in scenario.joint(phase.index))
+        if method.memory is not None and method.memory.replay:
+            images += exemplars
+        if phase.index > 1 or not cfg.MODEL.DETECTOR:
+            stages.append(make_stage(cfg, phase.index, "train", (), images))
+        if method.memory is not None:
+            budget = resolve_budget(method.memory.budget, len(phase.image_ids))
+            exemplars += min(budget, len(phase.image_ids))
+        if method.calibrate is not None and phase.index > 1:
+            stages.append(make_stage(cfg, phase.index, "calibrate", (), exemplars))
+    return stages
+
+
+def training_learner(
+    detector: Detector, method: Method, scenario: Scenario, phase: int, old_model: Detector
+) -> Learner:
+    """The learner of a phase's training step.
+
+    Args:
+        detector: Φ, which is trained.
+        method: what is done against forgetting.
+        scenario: has the old classes.
+        phase: from 1.
+        old_model: Φ^old, of which a frozen copy is taken where the method asks for one.
+    """
+    seen, old = scenario.seen(phase), scenario.old(phase)
+    mask = method.unseen == "mask"
+    if phase == 1 or not method.needs_teacher:
+        return Learner(detector, seen=seen, mask_unseen=mask)
+    return Learner(
+        detector,
+        seen=seen,
+        teacher=freeze(old_model, old),
+        teacher_classes=old,
+        rule=method.pseudo,
+        distill=method.distill,
+        mask_unseen=mask,
+    )
+
+
+def calibration_learner(
+    detector: Detector, method: Method, scenario: Scenario, phase: int
+) -> Learner:
+    """The learner of a phase's calibration step: plain, or one that completes exemplars' labels.
+
+    Args:
+        detector: Φ, which is trained; a frozen copy of it as it is now gives the missing labels.
+        method: says whether labels are completed, and how.
+        scenario: has the classes that are annotated on an exemplar.
+        phase: from 2.
+    """
+    seen: Sequence[int] = scenario.seen(phase)
+    mask = method.unseen == "mask"
+    rule = None if method.calibrate is None else method.calibrate.complete
+    if rule is None:
+        return Learner(detector, seen=seen, mask_unseen=mask)
+    return Learner(
+        detector,
+        seen=seen,
+        teacher=freeze(detector, seen),
+        teacher_classes=seen,
+        rule=rule,
+        annotated=[each.classes for each in scenario.phases],
+        mask_unseen=mask,
+    )

@@ -1,0 +1,204 @@
+"""Settings as dataclasses, and the config keys that follow from them.
+
+A settings dataclass is the one declaration of its keys: `add_keys` turns an instance into yacs keys
+with its values as defaults, `read_keys` turns the keys into an instance again. A field `budget` of
+`MemoryRule`, which is the field `memory` of `Method`, is the key METHOD.MEMORY.BUDGET; a field that
+may be None has a key ENABLED beside its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from detectron2.config import CfgNode
+
+from cldetr.errors import InputError
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True)
+class ScenarioSettings:
+    """Which classes and images each phase gets (`cldetr.scenario.make_scenario`).
+
+    Attributes:
+        name: class counts of the phases, as A+B, A+XxY or A+B+C…
+        protocol: "strict", the paper's, or "traditional" (supplement A).
+        order: of the classes: "id", "seed" or "released".
+        class_seed: of the class order "seed".
+        data_seed: of the division of the images.
+        phases: category names of each phase, instead of `name`.
+    """
+
+    name: str = "70+10"
+    protocol: Literal["strict", "traditional"] = "strict"
+    order: str = "seed"
+    class_seed: int = 0
+    data_seed: int = 0
+    phases: tuple[tuple[str, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class StageSchedule:
+    """How long a stage trains and at what learning rate.
+
+    Attributes:
+        epochs: passes over the stage's images.
+        drops: epochs after which the learning rate is multiplied by SOLVER.GAMMA.
+        lr_scale: factor on SOLVER.BASE_LR in this stage.
+        max_steps: stop after this many steps; 0 means no limit.
+    """
+
+    epochs: float
+    drops: tuple[float, ...] = ()
+    lr_scale: float = 1.0
+    max_steps: int = 0
+
+    def steps(self, per_epoch: int) -> int:
+        """Optimizer steps of the stage, at least one."""
+        steps = max(round(self.epochs * per_epoch), 1)
+        return min(steps, self.max_steps) if self.max_steps else steps
+
+    def milestones(self, per_epoch: int) -> tuple[int, ...]:
+        """Steps at which the learning rate drops, those within the stage."""
+        steps = self.steps(per_epoch)
+        return tuple(step for drop in self.drops if (step := round(drop * per_epoch)) <= steps)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The stages' schedules: the first phase, the training step and the calibration step.
+
+    The defaults are the paper's 50 epochs, and 40 + 10 from the second phase on. The paper does not
+    say at which learning rate it calibrates; the standard 50-epoch schedule drops at epoch 40, so
+    calibration runs at the dropped rate.
+    """
+
+    first: StageSchedule = StageSchedule(50.0, drops=(40.0,))
+    train: StageSchedule = StageSchedule(40.0)
+    calibrate: StageSchedule = StageSchedule(10.0, lr_scale=0.1)
+
+
+def add_keys(node: CfgNode, settings: Any) -> None:
+    """Sets a key of `node` for every field of a settings dataclass, to the field's value."""
+    hints = typing.get_type_hints(type(settings))
+    for field in dataclasses.fields(settings):
+        value, key = getattr(settings, field.name), field.name.upper()
+        kind = _dataclass_in(hints[field.name])
+        if kind is None:
+            node[key] = _plain(value)
+            continue
+        node[key] = CfgNode()
+        if type(None) in typing.get_args(hints[field.name]):
+            node[key].ENABLED = value is not None
+        add_keys(node[key], value or field.metadata.get("enabled", kind)())
+
+
+def read_keys(cls: type[S], node: Mapping[str, Any], path: str) -> S:
+    """Builds a settings dataclass from the keys that `add_keys` made of it."""
+    return build_settings(cls, _without_disabled(node), path)
+
+
+def build_settings(cls: type[S], values: Mapping[str, Any], path: str) -> S:
+    """Builds a settings dataclass from nested plain data.
+
+    Args:
+        cls: the dataclass.
+        values: field name → value; nested dataclasses as mappings, None for an absent one. A field
+            that a mapping does not name keeps its default.
+        path: what messages call this part of the configuration.
+    """
+    hints = typing.get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = [
+        f"unknown key {path}.{key}{suggest(key, [*fields])}" for key in {*values} - {*fields}
+    ]
+    if unknown:
+        raise InputError.listing("in the configuration:", sorted(unknown))
+    built = {}
+    for key, value in values.items():
+        default = fields[key].default
+        if default is None and "enabled" in fields[key].metadata:
+            default = fields[key].metadata["enabled"]()
+        if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
+            value = {**dataclasses.asdict(typing.cast(Any, default)), **value}
+        built[key] = _convert(hints[key], value, f"{path}.{key}")
+    return cls(**built)
+
+
+def suggest(word: str, known: Sequence[str]) -> str:
+    """Says which known words look like an unknown one."""
+    near = difflib.get_close_matches(word, dict.fromkeys(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
+def _without_disabled(node: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys in lower case; sections that are not enabled become None."""
+    values: dict[str, Any] = {}
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            value = _without_disabled(value) if value.get("ENABLED", True) else None
+        if key != "ENABLED":
+            values[key.lower()] = value
+    return values
+
+
+def _dataclass_in(hint: Any) -> Any:
+    """The dataclass that a type hint means, through Optional; None for another type."""
+    options = typing.get_args(hint) or (hint,)
+    return next((option for option in options if dataclasses.is_dataclass(option)), None)
+
+
+def _plain(value: Any) -> Any:
+    return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        if value is None and type(None) in args:
+            return None
+        options = [arg for arg in args if arg is not type(None)]
+        if len(options) == 1:
+            return _convert(options[0], value, path)
+        if type(value) in options:
+            return value
+        raise _wrong(path, hint, value)
+    if origin is Literal:
+        if value not in args:
+            raise InputError(f"{path} is one of {', '.join(map(repr, args))}, not {value!r}")
+        return value
+    if origin is tuple:
+        if not isinstance(value, (list, tuple)):
+            raise _wrong(path, hint, value)
+        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
+        if len(kinds) != len(value):
+            raise _wrong(path, hint, value)
+        return tuple(
+            _convert(kind, item, f"{path}[{index}]")
+            for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
+        )
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, Mapping):
+            raise _wrong(path, hint, value)
+        return build_settings(typing.cast(type, hint), value, path)
+    if hint is float and type(value) in (int, str):
+        try:
+            return float(value)  # YAML takes 4e-4 for a text
+        except ValueError:
+            raise _wrong(path, hint, value) from None
+    if hint in (bool, int, float, str) and type(value) is not hint:
+        raise _wrong(path, hint, value)
+    return value
+
+
+def _wrong(path: str, hint: Any, value: Any) -> InputError:
+    names = {bool: "True or False", int: "whole number", float: "number", str: "text"}
+    name = names.get(hint) or ("list" if typing.get_origin(hint) is tuple else str(hint))
+    return InputError(f"{path} takes a {name}, not {value!r}")
