@@ -26,9 +26,9 @@ def _seed():
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
     """A finished run of a few steps, for what looks at runs and weights."""
+    from cldetr.config import load_config
     from cldetr.data.shapes import ShapesOptions, ensure_shapes
-    from cldetr.engine.from_yaml import recipe_from_yaml
-    from cldetr.engine.run import IncrementalRun
+    from cldetr.engine import IncrementalTrainer
 
     folder = tmp_path_factory.mktemp("run")
     options = ShapesOptions(train_images=36, val_images=8, size=64, categories=4, seed=3)
@@ -37,5 +37,5 @@ def tiny_run(tmp_path_factory):
     overrides = ["DATASETS.TRAIN", f"['{train}']", "DATASETS.TEST", f"['{test}']"]
     overrides += ["OUTPUT_DIR", str(folder / "run")]
     config = Path(__file__).parent / "engine" / "tiny.yaml"
-    IncrementalRun(recipe_from_yaml(str(config), overrides)).run()
+    IncrementalTrainer(load_config(str(config), overrides)).train()
     return folder / "run"

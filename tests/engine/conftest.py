@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cldetr.config import load_config
 from cldetr.data.shapes import ShapesOptions, ensure_shapes
-from cldetr.engine.from_yaml import recipe_from_yaml
+from cldetr.engine import IncrementalTrainer
 
 ROOT = Path(__file__).parents[2]
 TINY = str(Path(__file__).parent / "tiny.yaml")
@@ -44,10 +45,17 @@ def tiny_shapes(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def tiny_recipe(tiny_shapes):
-    """Makes a recipe of the tiny run with overrides."""
+def tiny_config(tiny_shapes):
+    """Makes a config of the tiny run with overrides."""
 
     def make(folder, *overrides):
-        return recipe_from_yaml(TINY, [*tiny_shapes, "OUTPUT_DIR", str(folder), *overrides])
+        return load_config(TINY, [*tiny_shapes, "OUTPUT_DIR", str(folder), *overrides])
 
     return make
+
+
+def train(cfg, resume=False):
+    """Runs all that is left of a run; returns its results."""
+    trainer = IncrementalTrainer(cfg)
+    trainer.resume_or_load(resume=resume)
+    return trainer.train()
