@@ -58,10 +58,7 @@ class Ledger:
         self._lock()
         stored = self.root / "identity.json"
         if stored.exists() and not resume:
-            raise InputError(
-                f"{self.root} already holds a run: add --resume to go on with it, "
-                "or choose another OUTPUT_DIR"
-            )
+            self._forget_failed_start()
         if not stored.exists() and resume:
             raise InputError(
                 f"--resume continues a run, but {self.root} holds none: start one without --resume"
@@ -72,12 +69,12 @@ class Ledger:
 
     def begin(self, cfg: CfgNode) -> None:
         """Writes what the run is, once its data has been found sound, and notes the start."""
+        with atomic_path(self.root / "config.yaml") as partial:
+            partial.write_text(cfg.dump(), encoding="utf-8")
         stored = self.root / "identity.json"
         if not stored.exists():
             content = identity(cfg)
             write_json(stored, {"identity": content, "digest": sha256_json(content)})
-            with atomic_path(self.root / "config.yaml") as partial:
-                partial.write_text(cfg.dump(), encoding="utf-8")
         self._note_start(cfg.MODEL.DEVICE)
 
     def start_log(self) -> None:
@@ -164,6 +161,17 @@ class Ledger:
         }
         write_json(folder / "stage.json", {**record, "hash": sha256_json(record)})
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+    def _forget_failed_start(self) -> None:
+        """Removes what a start left that failed before it saved anything; refuses to lose a run."""
+        remove_partials(self.root)
+        if any(path.is_file() for path in self.root.glob("phase*/**/*")):
+            raise InputError(
+                f"{self.root} already holds a run: add --resume to go on with it, "
+                "or choose another OUTPUT_DIR"
+            )
+        for name in ("manifest.json", "audit.json", "starts.json", "metrics.json", "identity.json"):
+            (self.root / name).unlink(missing_ok=True)  # the identity last: it marks a run
 
     def _note_start(self, device: str) -> None:
         path = self.root / "starts.json"

@@ -11,8 +11,16 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.modeling import build_model
 
-from cldetr.config import RUNTIME_KEYS, config_from_text, default_config, load_config, merge_keys
+from cldetr.config import (
+    RUNTIME_KEYS,
+    config_from_text,
+    default_config,
+    identity,
+    load_config,
+    merge_keys,
+)
 from cldetr.engine.checkpoint import latest_checkpoint, load_into, load_state
+from cldetr.engine.ledger import differing, read_identity
 from cldetr.errors import InputError
 from cldetr.modeling.detector import Detector
 from cldetr.scenario import Scenario
@@ -62,6 +70,14 @@ def config_of_run(root: str | os.PathLike[str], device: str = "auto") -> CfgNode
     if not (Path(root) / "identity.json").is_file() or not path.is_file():
         raise InputError(f"{root} is no run directory: it has no config.yaml and identity.json")
     cfg = load_config(str(path))
+    stored, found = read_identity(Path(root) / "identity.json"), identity(cfg)
+    differences = differing(stored, {key: found.get(key) for key in stored})
+    if differences:
+        raise InputError.listing(
+            f"{path} is damaged or was changed: it is not the config of this run any more (restore "
+            "it, or start the run again with --resume, which writes it):",
+            [f"{key}: the run has {old!r}, the file {new!r}" for key, old, new in differences],
+        )
     cfg.OUTPUT_DIR = os.fspath(root)
     cfg.MODEL.DEVICE = find_device(device)
     return cfg

@@ -260,8 +260,8 @@ class IncrementalTrainer(TrainerBase):
         root = self.ledger.root
 
         def begin() -> None:
-            self.ledger.open(self.run_cfg, resume)
             try:
+                self.ledger.open(self.run_cfg, resume)
                 self.data.check(root)
                 self.ledger.begin(self.run_cfg)
                 self.data.record(root)
