@@ -76,6 +76,7 @@ _trusted = [
     *("detectron2.layers.", "detectron2.data.", "detectron2.evaluation.", "detectron2.solver."),
     *("torch.nn.", "torch.optim.", "fvcore.common.param_scheduler."),
 ]
+_named: set[str] = set()  # every `_target_` of the LazyConfig files that were run
 
 
 def trust_package(name: str) -> None:
@@ -93,8 +94,11 @@ def load_lazy_config(path: str, overrides: Sequence[str] = ()) -> CfgNode:
         tree = LazyConfig.load(path)
     except FileNotFoundError as error:
         raise InputError(f"cannot read the config {path}: {error}") from error
-    named = {str(name).partition(".")[0] for name in _targets(_plain(tree, path))}
-    _trusted.extend(f"{package}." for package in named)  # the user has run code that names them
+    for name in _targets(_plain(tree, path)):  # the user has run code that names them
+        _named.add(name)
+        package = f"{name.partition('.')[0]}."
+        if not any(known.startswith(package) for known in _trusted):
+            _trusted.append(package)
     for text in overrides:
         _override(tree, text)
     return _to_config(_plain(tree, path), path)
@@ -208,19 +212,16 @@ def _override(tree: DictConfig, text: str) -> None:
     if key not in known:
         raise InputError(f"unknown key {key} on the command line{suggest(key, known)}")
     parsed = parse_value(value)
-    strange = [
-        name
-        for name in _targets({"_target_": parsed} if key.endswith("_target_") else parsed)
-        if not _is_trusted(name)
-    ]
+    try:
+        targets = [*_targets({"_target_": parsed} if key.endswith("_target_") else parsed)]
+        OmegaConf.update(tree, key, parsed, merge=False, force_add=True)
+    except (OmegaConfBaseException, RecursionError) as error:
+        raise InputError(f"{key} cannot be {value[:60]!r}: {error}") from error
+    strange = [name for name in targets if not _is_trusted(name)]
     if strange:
         raise InputError(
             f"{key}: _target_ may only name what {', '.join(_trusted)}… define, not {strange[0]!r}"
         )
-    try:
-        OmegaConf.update(tree, key, parsed, merge=False, force_add=True)
-    except (OmegaConfBaseException, RecursionError) as error:
-        raise InputError(f"{key} cannot be {value[:60]!r}: {error}") from error
 
 
 def _known_keys(tree: DictConfig) -> list[str]:
@@ -239,6 +240,8 @@ def _is_trusted(name: str) -> bool:
 
     `torch.nn.modules.os.system` begins well, but `system` is not of torch.
     """
+    if name in _named:
+        return True
     if not name.startswith(tuple(_trusted)):
         return False
     try:
