@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
+from cldetr.config import identity, load_config
 from cldetr.data.cache import cache_file, read_cache
 from cldetr.data.coco import load_coco
 from cldetr.data.manifest import check_same, load_manifest
 from cldetr.data.memory import ExemplarMemory
 from cldetr.engine.checkpoint import latest_checkpoint, load_state
-from cldetr.engine.from_yaml import recipe_from_yaml
-from cldetr.engine.ledger import Ledger, read_recipe
-from cldetr.engine.recipe import Recipe, check_identity
+from cldetr.engine.ledger import Ledger, check_identity, read_identity
+from cldetr.engine.restore import config_of_run
 from cldetr.errors import InputError
 from faults import tiny
 from faults.tally import Options, Tally
@@ -38,17 +38,14 @@ def run(options: Options) -> Tally:
     """Damages each artefact in every way; resumes whole runs after the coarse ones."""
     tally = Tally("damage")
     rng = random.Random(options.seed)
-    data = tiny.TinyData(options.work)
-    work = options.folder("runs")
-    tiny.run_through(data, work / "undisturbed")
-    expected = tiny.artefacts(work / "undisturbed")
+    base = tiny.Baseline.of(options)
+    data, work = base.data, base.work
     origin = work / "origin"
     stop_in_the_middle(data, origin)
     flips, cuts = options.number(10, 200, 1000), options.number(3, 20, 100)
     folder = work / "copy"
     shutil.copytree(origin, folder)
-    recipe = recipe_from_yaml(str(tiny.CONFIG), [*data.overrides(), "OUTPUT_DIR", str(folder)])
-    for name, (path, read) in _artefacts(folder, data, recipe, work).items():
+    for name, (path, read) in _artefacts(folder, data, work).items():
         whole = path.read_bytes()
         intact = read()
         harmless = 0
@@ -71,7 +68,7 @@ def run(options: Options) -> Tally:
             tally.note(f"{name}: {harmless} of these changed bytes and not what they say")
         if options.out_of_time:
             return tally
-    _whole_runs(options, tally, data, origin, expected)
+    _whole_runs(options, tally, base, origin)
     return tally
 
 
@@ -87,9 +84,7 @@ def stop_in_the_middle(data: tiny.TinyData, folder: Path) -> None:
         raise RuntimeError(f"the run ended before it could be stopped: {child.said()[-500:]}")
 
 
-def _artefacts(
-    folder: Path, data: tiny.TinyData, recipe: Recipe, work: Path
-) -> dict[str, tuple[Path, Reader]]:
+def _artefacts(folder: Path, data: tiny.TinyData, work: Path) -> dict[str, tuple[Path, Reader]]:
     """Each kind of artefact: its file and the way it is read on resume."""
     ledger = Ledger(folder)
     checkpoints = folder / STAGE / "checkpoints"
@@ -139,13 +134,16 @@ def _artefacts(
             raise InputError("the annotation file is read again")
         return {key: value for key, value in found.items() if key not in ("file_names", "report")}
 
-    def identity() -> Any:
-        found = read_recipe(folder / "recipe.json")
-        check_identity(found, recipe)
+    cfg = load_config(str(tiny.CONFIG), [*data.overrides(), "MODEL.DETR.NUM_CLASSES", "4"])
+
+    def same_run() -> Any:
+        found = read_identity(folder / "identity.json")
+        check_identity(found, identity(cfg))
         return found
 
     return {
-        "recipe": (folder / "recipe.json", identity),
+        "identity": (folder / "identity.json", same_run),
+        "config": (folder / "config.yaml", lambda: identity(config_of_run(folder))),
         "manifest": (folder / "manifest.json", manifest),
         "weights of a stage": (folder / "phase1/train/model.pth", finished(1, "train")),
         "record of a stage": (folder / "phase1/train/stage.json", finished(1, "train")),
@@ -195,12 +193,11 @@ def _same(found: Any, intact: Any) -> bool:
     return bool(found == intact)
 
 
-def _whole_runs(
-    options: Options, tally: Tally, data: tiny.TinyData, origin: Path, expected: dict[str, Any]
-) -> None:
+def _whole_runs(options: Options, tally: Tally, base: tiny.Baseline, origin: Path) -> None:
     """Resumes after the coarse damages: refused with a message, or ended in the same bits."""
     damaged = {
-        "recipe.json": 2,
+        "identity.json": 2,
+        "config.yaml": 0,
         "manifest.json": 2,
         "starts.json": None,
         "phase1/train/model.pth": 2,
@@ -224,10 +221,10 @@ def _whole_runs(
             else:
                 content = path.read_bytes()
                 path.write_bytes(content[: len(content) // 2 if kind == "cut" else 0])
-            child = tiny.start(data.command(folder, resume=True), folder.with_suffix(".txt"))
+            child = tiny.start(base.data.command(folder, resume=True), folder.with_suffix(".txt"))
             status = child.wait()
             said = child.said()
-            wrong = tiny.difference(folder, expected) if status == 0 else ""
+            wrong = tiny.difference(folder, base.expected) if status == 0 else ""
             told = status == 0 or (status == 2 and "Traceback" not in said)
             allowed = damaged[name] in (None, status)
             tally.check(

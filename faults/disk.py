@@ -25,18 +25,15 @@ MOUNT_MB = 320  # a run asks for 200 MB of free space when it starts
 def run(options: Options) -> Tally:
     """Fills the disk at every n-th operation of a run."""
     tally = Tally("full disk")
-    data = tiny.TinyData(options.work)
-    work = options.folder("runs")
-    tiny.run_through(data, work / "undisturbed")
-    expected = tiny.artefacts(work / "undisturbed")
+    base = tiny.Baseline.of(options)
     stride = options.number(short=120, nightly=24, long=1)
-    _fill(options, tally, data, expected, work, "file size limit", _limit, _no_limit, stride)
+    _fill(options, tally, base, base.work, "file size limit", _limit, _no_limit, stride)
     with _small_file_system(options.folder("mount")) as mount:
         if mount is None:
             tally.note("no small file system could be mounted: ENOSPC was not tried")
         else:
             _fill(
-                *(options, tally, data, expected, mount, "full file system"),
+                *(options, tally, base, mount, "full file system"),
                 *(lambda: _write_all_there_is(mount), lambda: _make_room(mount)),
                 2 * stride,
             )
@@ -46,8 +43,7 @@ def run(options: Options) -> Tally:
 def _fill(
     options: Options,
     tally: Tally,
-    data: tiny.TinyData,
-    expected: dict,
+    base: tiny.Baseline,
     work: Path,
     kind: str,
     fill: Callable[[], None],
@@ -66,7 +62,7 @@ def _fill(
                 fill()
 
         child = tiny.start(
-            data.command(folder),
+            base.data.command(folder),
             log,
             before=lambda: count_operations(folder, fill_at),  # noqa: B023 - used at once
         )
@@ -83,9 +79,7 @@ def _fill(
             f"operation {number}: status {status}: {said[-1500:]}",
         )
         before = tiny.finished_stages(folder)
-        again = tiny.start(data.command(folder), log)
-        wrong = "" if again.wait() == 0 else again.said()[-600:]
-        wrong = wrong or tiny.difference(folder, expected)
+        wrong = base.resume(folder)
         after = tiny.finished_stages(folder)
         lost = [stage for stage, record in before.items() if after.get(stage) != record]
         tally.check(

@@ -12,11 +12,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from cldetr.engine.from_yaml import recipe_from_cfg
+from cldetr.engine.recipe import check_identity
 from detectron2.config import CfgNode
 
 from cldetr.config import leaves, load_config
-from cldetr.engine.from_yaml import recipe_from_cfg
-from cldetr.engine.recipe import check_identity
 from cldetr.errors import InputError
 from faults import tiny
 from faults.tally import Options, Tally

@@ -8,14 +8,12 @@ far, at a random time after it began.
 from __future__ import annotations
 
 import random
-import time
 from collections import Counter
 from pathlib import Path
 
 from faults import tiny
 from faults.tally import Options, Tally
 
-PLACES = ("start", *tiny.STAGES, "report")
 KILLS_PER_RUN = 12  # then the run may end, and is compared
 LEAST = 5  # kills in every stage, whatever the count
 
@@ -24,12 +22,9 @@ def run(options: Options) -> Tally:
     """Kills `count` times; each is recovered when the run it hit ends as if nothing had been."""
     tally = Tally("kill -9")
     rng = random.Random(options.seed)
-    work = options.folder("runs")
-    data = tiny.TinyData(options.work)
+    base = tiny.Baseline.of(options)
     count = options.number(short=3, nightly=30, long=300)
-    tiny.run_through(data, work / "undisturbed")
-    expected = tiny.artefacts(work / "undisturbed")
-    seconds = stage_seconds(data, work / "watched")
+    seconds = tiny.stage_seconds(base.data, base.work / "watched")
     hits: Counter[str] = Counter()
     number = 0
     least = {"short": 0, "nightly": LEAST, "long": LEAST}[options.size]
@@ -39,17 +34,17 @@ def run(options: Options) -> Tally:
         if wanted <= 0:
             break
         number += 1
-        folder = work / f"run{number}"
+        folder = base.work / f"run{number}"
         workers = rng.choice(["0", "0", "2"])
-        struck = _break_one_run(data, folder, wanted, rng, seconds, hits, workers, tally)
-        left = tiny.difference(folder, expected)
+        struck = _break_one_run(base.data, folder, wanted, rng, seconds, hits, workers, tally)
+        left = tiny.difference(folder, base.expected)
         for place in struck:
             tally.check(
                 "kills recovered, all results bit-identical", not left, f"in {place}: {left}"
             )
         stray = [path.name for path in folder.rglob(".*") if path.is_file()]
         tally.check("runs left no partial file", not stray, str(stray))
-    tally.note("hit " + ", ".join(f"{place} {hits[place]}" for place in PLACES))
+    tally.note("hit " + ", ".join(f"{place} {hits[place]}" for place in tiny.PLACES))
     return tally
 
 
@@ -100,31 +95,11 @@ def _strike(
     hits: Counter[str],
 ) -> None:
     """Kills at a random time, or in a stage that was rarely hit; the run may end before."""
-    begin = tiny.present_stage(folder)
-    ahead = PLACES[PLACES.index(begin) :]
+    ahead = tiny.PLACES[tiny.PLACES.index(tiny.present_stage(folder)) :]
     if rng.random() < 0.75:
         target = min(ahead, key=lambda place: hits[place])
-        while child.poll() is None and tiny.present_stage(folder) != target:
-            time.sleep(0.0005)
-        delay = rng.uniform(0, seconds[target])
+        tiny.wait_for(child, folder, target, rng.uniform(0, seconds[target]))
     else:
         delay = rng.uniform(0, 1.2 * sum(seconds[place] for place in ahead))
-    end = time.monotonic() + delay
-    while child.poll() is None and time.monotonic() < end:
-        time.sleep(0.0005)
+        tiny.wait_for(child, folder, None, delay)
     child.kill()
-
-
-def stage_seconds(data: tiny.TinyData, folder: Path) -> dict[str, float]:
-    """How long each stage of an undisturbed run takes here and now."""
-    child = tiny.start(data.command(folder), folder.with_suffix(".txt"))
-    seconds = dict.fromkeys(PLACES, 0.0)
-    place, since = "start", time.monotonic()
-    while child.poll() is None:
-        now = tiny.present_stage(folder)
-        if now != place:
-            seconds[place] += time.monotonic() - since
-            place, since = now, time.monotonic()
-        time.sleep(0.0005)
-    seconds[place] += time.monotonic() - since
-    return seconds

@@ -20,22 +20,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.modeling import build_model
 from PIL import Image
 
 from cldetr.commands.convert import read_categories
-from cldetr.config import load_config
+from cldetr.config import config_from_text, load_config
 from cldetr.data.coco import load_coco
 from cldetr.data.mapper import read_image
 from cldetr.data.memory import ExemplarMemory
 from cldetr.data.scan import scan_images
 from cldetr.engine.checkpoint import latest_checkpoint, load_state, save_checkpoint
-from cldetr.engine.from_lazy import model_from_tree, recipe_from_lazy
-from cldetr.engine.start import initialise
+from cldetr.engine.initial_weights import initialise
 from cldetr.errors import InputError
 from cldetr.files import sha256_file
+from cldetr.lazy import lazy_part, load_lazy_config
 from faults.tally import Options, Tally
 
-LAZY = Path(__file__).parents[1] / "configs/lazy/shapes.py"
+LAZY = Path(__file__).with_name("tiny_lazy.py")
 
 
 def run(options: Options) -> Tally:
@@ -44,7 +45,10 @@ def run(options: Options) -> Tally:
     work = options.folder("files")
     canary = work / "canary"
     for name, attempt in itertools.chain(
-        _weights(work, canary), _configs(work, canary), _overrides(canary), _others(work, canary)
+        _weights(work, canary),
+        _configs(work, canary),
+        _overrides(work, canary),
+        _others(work, canary),
     ):
         _try(tally, name, attempt, canary)
     _paths(options, tally)
@@ -219,38 +223,47 @@ TARGETS = (
     *("torch.nn.modules.module.torch.load", "torch.nn.functional.torch.hub.load"),
     *("detectron2.modeling.backbone.resnet.np.load", "cldetr.modeling.detector.torch.load"),
     *("cldetr.layers.build.subprocess.run", "cldetr.data.shapes.shutil.rmtree"),
-    *("detectron2.config.LazyConfig.load", "cldetr.engine.from_lazy.recipe_from_lazy"),
+    *("detectron2.config.LazyConfig.load", "cldetr.lazy.load_lazy_config"),
     *("torch.nn.modules.module.weakref.sys.modules", "cldetr.nothing.at.all", "", "model"),
 )
 
 
-def _overrides(canary: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
+def _overrides(work: Path, canary: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     """`_target_` in every place where an override could put it, up to building the model."""
+    evil = work / "evil_lazy.py"
+    evil.write_text(f"import os\nos.mkdir({str(canary)!r})\nmodel = {{}}\n", encoding="utf-8")
 
-    def build(*overrides: str) -> None:
-        recipe_from_lazy(str(LAZY), overrides).model.build(3)
+    def build(text: str) -> None:
+        build_model(load_lazy_config(str(LAZY), ["train.device=cpu", text]))
+
+    def restore(part: str, content: dict[str, Any]) -> None:
+        """What reads a weights file or config.yaml does with a part of a LazyConfig."""
+        for word in reversed(part.split(".")):
+            content = {word: content}
+        text = json.dumps({"MODEL": {"META_ARCHITECTURE": "LazyModel"}, "LAZY": content})
+        lazy_part(config_from_text(text, "evil"), part)
 
     for target in TARGETS:
-        payload = json.dumps(
-            {"_target_": target, "path": str(canary), "command": f"mkdir {canary}"}
-        )
-        for text in (
-            f"model._target_={target}",
-            f"model.backbone._target_={target}",
-            f"model.backbone={payload}",
-            f"model={payload}",
-            f"model.in_features=[{payload}]",
-            f"model.criterion.matcher={payload}",
-        ):
+        arguments = {"path": str(canary), "command": f"mkdir {canary}", "filename": str(evil)}
+        for content in ({"_target_": target, **arguments}, {"_target_": target, "path": str(evil)}):
+            payload = json.dumps(content)
+            for text in (
+                f"model.backbone={payload}",
+                f"model={payload}",
+                f"model.in_features=[{payload}]",
+                f"model.criterion.matcher={payload}",
+            ):
+                yield "_target_ overrides", lambda text=text: build(text)  # type: ignore[misc]
+            for part in ("model", "optimizer", "lr_multiplier", "dataloader.train"):
+                yield (
+                    "_target_ in a stored config",
+                    lambda part=part, content=content: restore(part, content),  # type: ignore[misc]
+                )
+        for key in ("model", "model.backbone"):
+            text = f"{key}._target_={target}"
             yield "_target_ overrides", lambda text=text: build(text)  # type: ignore[misc]
-        yield (
-            "_target_ in a description of a model",
-            lambda target=target: model_from_tree(  # type: ignore[misc]
-                {"_target_": target, "path": str(canary), "num_classes": 1}
-            ).build(1),
-        )
     for value in ("!!python/object/apply:os.mkdir [x]", "${oc.env:HOME}", "[", "{a: &a [*a]}"):
-        yield "values of overrides", lambda value=value: build(f"seed={value}")  # type: ignore[misc]
+        yield "values of overrides", lambda value=value: build(f"train.seed={value}")  # type: ignore[misc]
 
 
 def _others(work: Path, canary: Path) -> Iterator[tuple[str, Callable[[], Any]]]:

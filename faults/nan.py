@@ -1,6 +1,6 @@
 """NaN in the loss, the gradient, the teacher or the weights, on any process.
 
-Chosen steps are made sick, in a run of one and of two processes. A sick step must be left out by
+Chosen steps are made sick, in a run of one and of two processes. A sick step must be skipped by
 all processes; three in a row must stop the run, naming images; and at no time may a file with
 weights or an optimizer's state that is not finite exist in the run directory.
 """
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from cldetr.engine.checkpoint import load_state
-from cldetr.engine.trainer import StageTrainer
+from cldetr.engine.step import StageTrainer
 from cldetr.methods.learner import Learner
 from faults import tiny
 from faults.tally import Options, Tally
@@ -42,20 +42,13 @@ def run(options: Options) -> Tally:
         if options.out_of_time:
             break
         folder = work / str(number)
-        folder.mkdir()
         first = {"teacher": FIRST_STEPS, "weights": FIRST_STEPS - 1}.get(kind, 2)
         steps = range(first, first + (1 if how_often == "once" else 3))
         before = _prepare(kind, set(steps), sick)
-        arguments = data.command(folder / "run")
+        children = tiny.start_ranks(data.command(folder / "run"), folder, world, before, timeout=30)
         try:
-            if world == 1:
-                children = [tiny.start(arguments, folder / "rank0.txt", lambda: before(0))]  # noqa: B023
-            else:
-                children = tiny.start_ranks(arguments, folder, 2, before, timeout=30)
             statuses = tiny.finish(children, 120)
         except TimeoutError as error:
-            for child in children:
-                child.kill_all()
             tally.check("sick runs: all processes agree", False, f"{kind} {how_often}: {error}")
             continue
         said = "".join(child.said() for child in children)
@@ -116,7 +109,7 @@ def _expected(
 ) -> bool:
     if kind == "weights" and 0 not in sick:  # the stage ends: all take over what the main one saved
         return not any(statuses)
-    if kind == "weights":  # nothing can be left out any more
+    if kind == "weights":  # nothing can be skipped any more
         told = "not finite" in said or "no finite gradient" in said
         return 2 in statuses and 0 not in statuses and told
     if how_often == "once":

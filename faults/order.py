@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cldetr.engine.trainer import StageTrainer
+from cldetr.engine.step import StageTrainer
 from faults import tiny
 from faults.tally import Options, Tally
 
@@ -28,14 +28,12 @@ def run(options: Options) -> Tally:
         cases = [(2, "0")]
     for world in (1, 2):
         folder = work / f"undisturbed{world}"
-        folder.mkdir()
         status = _run(data, folder, world, "0")
         tally.check("undisturbed runs end well", status == 0, f"{status}")
         orders[world] = _order(folder)
         expected = tiny.artefacts(folder / "run")
         for _, workers in [case for case in cases if case[0] == world]:
             again = work / f"killed{world}_{workers}"
-            again.mkdir()
             for stage in ("phase1/train", "phase2/calibrate"):
                 _kill_in(data, again, world, workers, stage)
             status = _run(data, again, world, workers)
@@ -61,8 +59,6 @@ def _run(data: tiny.TinyData, folder: Path, world: int, workers: str) -> int:
 
 def _start(data: tiny.TinyData, folder: Path, world: int, workers: str) -> list[tiny.Child]:
     arguments = data.command(folder / "run", "DATALOADER.NUM_WORKERS", workers)
-    if world == 1:
-        return [tiny.start(arguments, folder / "rank0.txt", lambda: _note(folder)(0))]
     return tiny.start_ranks(arguments, folder, world, _note(folder), timeout=60)
 
 

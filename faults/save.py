@@ -20,7 +20,7 @@ import torch
 
 from cldetr.engine.checkpoint import latest_checkpoint, save_checkpoint, save_state
 from cldetr.engine.ledger import Ledger
-from cldetr.engine.results import load_results, write_results
+from cldetr.evaluation.results import load_results, write_results
 from faults import tiny
 from faults.tally import Options, Tally
 
@@ -197,23 +197,19 @@ def _kill_at_line(kind: Save, folder: Path, number: int) -> None:
 
 def _whole_run(options: Options, tally: Tally) -> None:
     """One run for each file operation of a run: killed before it, resumed, compared."""
-    data = tiny.TinyData(options.work)
-    work = options.folder("runs")
-    tiny.run_through(data, work / "undisturbed")
-    expected = tiny.artefacts(work / "undisturbed")
+    base = tiny.Baseline.of(options)
     number, stride = 1, options.number(short=150, nightly=12, long=1)
     while not options.out_of_time:
-        folder, log = work / f"run{number}", work / f"run{number}.txt"
+        folder, log = base.work / f"run{number}", base.work / f"run{number}.txt"
         child = tiny.start(
-            data.command(folder),
+            base.data.command(folder),
             log,
             before=lambda: count_operations(folder, lambda n: _die_at(n, number)),  # noqa: B023
         )
         if child.wait() == 0:
             tally.note(f"a run has {number - 1} file operations (every {stride}. was hit)")
             return
-        status = tiny.start(data.command(folder), log).wait()
-        wrong = tiny.difference(folder, expected) if status == 0 else child.said()[-600:]
+        wrong = base.resume(folder)
         tally.check(
             "kills before a file operation of a run recovered, bit-identical",
             not wrong,

@@ -15,7 +15,6 @@ import time
 from pathlib import Path
 
 from faults import tiny
-from faults.kill import PLACES, stage_seconds
 from faults.tally import Options, Tally
 
 SECONDS = 10.0  # most that a stop may take
@@ -26,22 +25,20 @@ def run(options: Options) -> Tally:
     """Sends `count` signals over some runs."""
     tally = Tally("SIGTERM")
     rng = random.Random(options.seed)
-    data = tiny.TinyData(options.work)
-    work = options.folder("runs")
-    tiny.run_through(data, work / "undisturbed")
-    expected = tiny.artefacts(work / "undisturbed")
-    steps = _steps(work / "undisturbed")
-    seconds = stage_seconds(data, work / "watched")
+    base = tiny.Baseline.of(options)
+    steps = _steps(base.work / "undisturbed")
+    seconds = tiny.stage_seconds(base.data, base.work / "watched")
     left = options.number(short=2, nightly=20, long=100)
     slowest, number = 0.0, 0
     while left > 0 and not options.out_of_time:
         number += 1
-        folder = work / f"run{number}"
+        folder = base.work / f"run{number}"
         sent = 0
         while True:
             workers = rng.choice(["0", "2"])
             child = tiny.start(
-                data.command(folder, "DATALOADER.NUM_WORKERS", workers), folder.with_suffix(".txt")
+                base.data.command(folder, "DATALOADER.NUM_WORKERS", workers),
+                folder.with_suffix(".txt"),
             )
             if sent < SIGNALS_PER_RUN and left > 0:
                 signum = rng.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGINT])
@@ -65,7 +62,7 @@ def run(options: Options) -> Tally:
             if child.wait() != 0:
                 tally.check("starts ended well", False, child.said()[-600:])
             break
-        wrong = tiny.difference(folder, expected)
+        wrong = tiny.difference(folder, base.expected)
         tally.check("stopped runs end bit-identical", not wrong, wrong)
         done = _steps(folder)
         tally.check(
@@ -84,14 +81,8 @@ def _signal_somewhere(
     group: bool,
 ) -> bool:
     """Waits for a random moment in a random stage ahead; False where the run ended before."""
-    ahead = PLACES[PLACES.index(tiny.present_stage(folder)) :]
-    target = rng.choice(ahead)
-    while child.poll() is None and tiny.present_stage(folder) != target:
-        time.sleep(0.0005)
-    end = time.monotonic() + rng.uniform(0, seconds[target])
-    while child.poll() is None and time.monotonic() < end:
-        time.sleep(0.0005)
-    if child.poll() is not None:
+    target = rng.choice(tiny.PLACES[tiny.PLACES.index(tiny.present_stage(folder)) :])
+    if not tiny.wait_for(child, folder, target, rng.uniform(0, seconds[target])):
         return False
     if group:
         os.killpg(child.pid, signum)

@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,15 @@ import torch
 
 from cldetr.data.shapes import ShapesOptions, ensure_shapes
 from cldetr.engine.checkpoint import load_state
-from cldetr.engine.main import main
+from cldetr.train import run
+from faults.tally import Options
 
 CONFIG = Path(__file__).with_name("tiny.yaml")
 STAGES = (
     *("phase1/train", "phase1/select", "phase1/evaluate"),
     *("phase2/train", "phase2/select", "phase2/calibrate", "phase2/evaluate"),
 )
+PLACES = ("start", *STAGES, "report")  # where a run can be
 PERIOD = 2  # steps between the checkpoints of the tiny run
 
 
@@ -50,7 +53,7 @@ class TinyData:
     def command(self, folder: Path, *more: str, resume: bool | None = None) -> list[str]:
         """Arguments of `train_net.py`; resumes where the folder already holds a run."""
         if resume is None:
-            resume = (folder / "recipe.json").exists()
+            resume = (folder / "identity.json").exists()
         flags = [word for word in more if word.startswith("--")]
         words = [word for word in more if not word.startswith("--")]
         start = ["--config-file", str(CONFIG), *flags, *(["--resume"] if resume else [])]
@@ -160,7 +163,7 @@ def start(
     def work() -> int:
         if before is not None:
             before()
-        return main(arguments)
+        return run(arguments)
 
     return Child(work, log, env)
 
@@ -172,12 +175,21 @@ def start_ranks(
     before: Callable[[int], None] | None = None,
     timeout: float | None = None,
 ) -> list[Child]:
-    """Forks the processes of one run as torchrun would number them."""
+    """Forks the processes of one run, several of them as torchrun would number them.
+
+    Args:
+        arguments: the command line.
+        folder: receives the console's output of each as rank0.txt, rank1.txt, …
+        world: how many.
+        before: run in each child first with its rank, to prepare a fault.
+        timeout: seconds that a process waits for another.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     more = [] if timeout is None else ["--timeout", str(timeout / 60)]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     return [
         start(
             [*more, *arguments],
@@ -193,20 +205,36 @@ def start_ranks(
 
 
 def finish(children: Sequence[Child], seconds: float = 180.0) -> list[int]:
-    """Waits for all; returns their exit statuses."""
-    return [child.wait(seconds) for child in children]
+    """Waits for all; returns their exit statuses. Where one hangs, all are killed."""
+    try:
+        return [child.wait(seconds) for child in children]
+    except TimeoutError:
+        for child in children:
+            child.kill_all()
+        raise
 
 
-def run_through(data: TinyData, folder: Path, *more: str, world: int = 1) -> None:
-    """Runs without a fault, to have something to compare with."""
-    log = folder.with_suffix(".txt")
-    if world == 1:
-        statuses = [start(data.command(folder, *more), log).wait()]
-    else:
-        folder.mkdir(parents=True, exist_ok=True)
-        statuses = finish(start_ranks(data.command(folder, *more), folder, world))
-    if any(statuses):
-        raise RuntimeError(f"the undisturbed run failed: {statuses}, see {folder.parent}")
+@dataclass(frozen=True)
+class Baseline:
+    """What a campaign on runs begins with: data, a folder for runs, and an undisturbed run."""
+
+    data: TinyData
+    work: Path
+    expected: dict[str, Any]  # its artefacts
+
+    @staticmethod
+    def of(options: Options, *more: str) -> Baseline:
+        """Runs once without a fault, in `work / "undisturbed"`."""
+        data, work = TinyData(options.work), options.folder("runs")
+        child = start(data.command(work / "undisturbed", *more), work / "undisturbed.txt")
+        if child.wait():
+            raise RuntimeError(f"the undisturbed run failed: {child.said()[-2000:]}")
+        return Baseline(data, work, artefacts(work / "undisturbed"))
+
+    def resume(self, folder: Path, *more: str) -> str:
+        """Lets a broken run go on; says how it ends otherwise than the undisturbed one."""
+        child = start(self.data.command(folder, *more), folder.with_suffix(".txt"))
+        return child.said()[-800:] if child.wait() else difference(folder, self.expected)
 
 
 def artefacts(folder: Path) -> dict[str, Any]:
@@ -251,6 +279,31 @@ def present_stage(folder: Path) -> str:
         return "start"
     done = finished_stages(folder)
     return next((stage for stage in STAGES if stage not in done), "report")
+
+
+def stage_seconds(data: TinyData, folder: Path) -> dict[str, float]:
+    """How long each stage of an undisturbed run takes here and now."""
+    child = start(data.command(folder), folder.with_suffix(".txt"))
+    seconds = dict.fromkeys(PLACES, 0.0)
+    place, since = "start", time.monotonic()
+    while child.poll() is None:
+        now = present_stage(folder)
+        if now != place:
+            seconds[place] += time.monotonic() - since
+            place, since = now, time.monotonic()
+        time.sleep(0.0005)
+    seconds[place] += time.monotonic() - since
+    return seconds
+
+
+def wait_for(child: Child, folder: Path, stage: str | None, delay: float) -> bool:
+    """Waits until a run is in a stage, and then a while; False where it ended before."""
+    while stage and child.poll() is None and present_stage(folder) != stage:
+        time.sleep(0.0005)
+    end = time.monotonic() + delay
+    while child.poll() is None and time.monotonic() < end:
+        time.sleep(0.0005)
+    return child.poll() is None
 
 
 def members(session: int) -> list[int]:
