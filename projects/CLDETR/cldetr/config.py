@@ -244,8 +244,8 @@ class _Watched(CN):
         )
         self.__dict__.update(node.__dict__, _path=path, _read=read)
 
-    def __getattr__(self, name: str) -> Any:
-        value = super().__getattr__(name)
+    def __getitem__(self, name: str) -> Any:  # attributes are read through it, too
+        value = super().__getitem__(name)
         if not isinstance(value, CN):
             self.__dict__["_read"].add(f"{self.__dict__['_path']}{name}")
         return value
@@ -288,6 +288,12 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> CN:
     if not isinstance(content, Mapping):
         raise InputError(f"the config {path} holds no keys: write `KEY: value` lines")
     merge_keys(cfg, dict(leaves(content)), origin=path)
+    merge_overrides(cfg, overrides)
+    return cfg
+
+
+def merge_overrides(cfg: CN, overrides: Sequence[str]) -> None:
+    """Sets keys from the `KEY VALUE …` words of a command line."""
     if len(overrides) % 2:
         raise InputError(
             f"overrides are pairs, KEY VALUE; {overrides[-1]!r} has no partner "
@@ -300,7 +306,6 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> CN:
         for key, text in pairs.items()
     }
     merge_keys(cfg, values, origin="the command line")
-    return cfg
 
 
 def config_from_text(text: str, origin: str) -> CN:

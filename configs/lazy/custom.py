@@ -1,0 +1,22 @@
+"""The twin of configs/custom.yaml: your own data in COCO format, on one small GPU.
+
+train_net.py --config-file configs/lazy/custom.py \
+    "dataloader.train.dataset.names=['old.json:images', 'new.json:images']" \
+    "dataloader.test.dataset.names=['test.json:images']"
+"""
+
+from .coco import dataloader, method, model, train
+
+__all__ = ["dataloader", "method", "model", "optimizer", "train"]
+
+model.transformer.checkpointing = True
+dataloader.train.total_batch_size = 8
+method.name = "cldetr+completion"
+method.calibrate = dict(complete=dict())  # beyond the paper; see docs/experiments.md
+optimizer = dict(lr=1e-4)
+train.update(
+    output_dir="output/custom",
+    accumulate=4,
+    amp=dict(enabled=True, dtype="bfloat16"),
+    checkpointer=dict(period=500),
+)
