@@ -114,13 +114,15 @@ def make_views(file: Path) -> dict[str, float]:
     """Loading, splitting into five phases, registering all views, and building each of them."""
     from detectron2.data import DatasetCatalog
 
-    from cldetr.data.catalog import DataFile, register_views
-    from cldetr.scenario import make_scenario
+    from cldetr.data.coco import load_coco
+    from cldetr.data.datasets import register_views
+    from cldetr.scenario import BASE, make_scenario
 
     def build() -> Any:
-        source = DataFile(str(file), "images")
-        scenario = make_scenario("40+10x4", source.open(), order="seed")
-        return [DatasetCatalog.get(name) for name in register_views(scenario, source, "bench")]
+        data = load_coco(file, "images")
+        scenario = make_scenario("40+10x4", data, order="seed")
+        names = register_views(scenario, {BASE: data}, {BASE: data}, "bench")
+        return [DatasetCatalog.get(name) for name in names]
 
     found = _timed(build)
     views = build()

@@ -11,7 +11,8 @@ from pycocotools.coco import COCO
 
 from cldetr.cli import main
 from cldetr.data.coco import load_coco
-from cldetr.data.manifest import check_manifest, load_manifest
+from cldetr.data.manifest import check_source, load_manifest
+from cldetr.scenario import BASE
 
 from .coco_files import coco, random_coco, write
 
@@ -47,7 +48,8 @@ def test_audit_counts_what_each_phase_shows_and_hides(annotations, tmp_path, pro
     content = json.loads(annotations.read_text())
     manifest = json.loads((out / "manifest.json").read_text())
     audit = json.loads((out / "audit.json").read_text())
-    check_manifest(load_manifest(out / "manifest.json"), load_coco(annotations, tmp_path))
+    data = load_coco(annotations, tmp_path)
+    check_source(load_manifest(out / "manifest.json"), BASE, data)
     old: list[str] = []
     phases = manifest["phases"]
     for number, (phase, found) in enumerate(zip(phases, audit["phases"], strict=True)):

@@ -63,7 +63,7 @@ def test_every_strategy_fills_its_budget_with_labelled_images_first(word):
     counts = ClassCounts.from_labels(ROWS, 3)
     context = Context(features=features_of(ROWS))
     for budget in range(2, 9):
-        selection = find_strategy(word)(counts, budget, context)
+        selection = find_strategy(word).choose(counts, budget, context)
         assert len(selection.indices) == len(set(selection.indices.tolist())) == budget
         assert selection.shortfall == 0
         labelled = [i for i in selection.indices.tolist() if ROWS[i]]
@@ -76,7 +76,7 @@ def test_every_strategy_fills_its_budget_with_labelled_images_first(word):
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_budget_beyond_the_data_takes_all_and_tells_the_shortfall(word):
     counts = ClassCounts.from_labels(ROWS, 3)
-    selection = find_strategy(word)(counts, 20, Context(features=features_of(ROWS)))
+    selection = find_strategy(word).choose(counts, 20, Context(features=features_of(ROWS)))
     assert selection.budget == 20
     assert selection.shortfall == 20 - len(selection.indices) == (14 if word == "released" else 12)
 
@@ -84,7 +84,7 @@ def test_budget_beyond_the_data_takes_all_and_tells_the_shortfall(word):
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_every_strategy_records_the_divergence_after_each_choice(word):
     counts = ClassCounts.from_labels(ROWS, 3)
-    selection = find_strategy(word)(counts, 5, Context(features=features_of(ROWS)))
+    selection = find_strategy(word).choose(counts, 5, Context(features=features_of(ROWS)))
     for size in range(1, len(selection.indices) + 1):
         held = counts.take(selection.indices[:size]).class_totals()
         expected = kl_divergence(counts.class_totals(), held)
@@ -95,7 +95,8 @@ def test_every_strategy_records_the_divergence_after_each_choice(word):
 def test_drawing_depends_on_the_seed_alone(word):
     counts = ClassCounts.from_labels([[i % 3] for i in range(60)], 3)
     first, again, other = (
-        find_strategy(word)(counts, 20, Context(seed=seed)).indices.tolist() for seed in (1, 1, 2)
+        find_strategy(word).choose(counts, 20, Context(seed=seed)).indices.tolist()
+        for seed in (1, 1, 2)
     )
     assert first == again != other
 

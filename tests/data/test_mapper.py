@@ -46,7 +46,7 @@ def red_box(image):
 
 def test_boxes_follow_the_pixels_through_every_augmentation(picture):
     augmentation = Augmentation(
-        short_sides=(30, 50), max_side=90, crop_short_sides=(36, 44), crop_window=(30, 42)
+        short_sides=(30, 50), max_side=90, crop_short_sides=(36, 44), crop_size=(30, 42)
     )
     mapper = Mapper(augmentation, training=True)
     seen = 0

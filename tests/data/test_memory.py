@@ -54,7 +54,7 @@ def choose(scenario, data, strategy="kl", budget=0.25):
     memory = ExemplarMemory.empty(scenario)
     for phase in scenario.phases:
         counts = phase_counts(scenario, phase.index, data)
-        selection = find_strategy(strategy)(counts, budget, Context(seed=5))
+        selection = find_strategy(strategy).choose(counts, budget, Context(seed=5))
         memory = memory.add(
             PhaseExemplars.of(
                 scenario,
@@ -171,7 +171,7 @@ def test_separate_data_sets_are_matched_by_name(data, tmp_path):
     memory = ExemplarMemory.empty(scenario)
     for phase, source in zip(scenario.phases, (data, later), strict=True):
         own = phase_counts(scenario, phase.index, source)
-        selection = find_strategy("kl")(own, 5, Context())
+        selection = find_strategy("kl").choose(own, 5, Context())
         memory = memory.add(
             PhaseExemplars.of(scenario, phase.index, own, selection, strategy="kl", budget=5)
         )

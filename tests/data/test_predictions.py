@@ -131,7 +131,7 @@ def test_predictions_and_annotations_go_the_same_way(tmp_path):
     path = tmp_path / "picture.png"
     Image.fromarray(np.zeros((48, 64, 3), dtype=np.uint8)).save(path)
     mapper = Mapper(
-        Augmentation(short_sides=(30, 50), crop_short_sides=(40,), crop_window=(20, 36)),
+        Augmentation(short_sides=(30, 50), crop_short_sides=(40,), crop_size=(20, 36)),
         training=True,
     )
     box = [13.0, 11.0, 40.0, 31.0]

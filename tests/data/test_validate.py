@@ -135,7 +135,7 @@ def test_bad_box_stops_or_is_dropped_and_counted(tmp_path, name):
     data = load_coco(path, tmp_path, bad_boxes="drop")
     assert data.object_ids.tolist() == [1, 3]
     assert data.report.dropped_bad == 1
-    assert data.report.left_out == ((2, 1, 2),)
+    assert data.report.dropped == ((2, 1, 2),)
 
 
 def test_all_faults_make_one_message(tmp_path):
@@ -230,7 +230,7 @@ def test_no_change_of_any_value_makes_another_kind_of_error(tmp_path_factory, da
         return
     assert len(loaded.image_ids) == 3
     assert (loaded.boxes[:, 2:] > 0).all()
-    assert loaded.report.objects + len(loaded.report.left_out) == len(content["annotations"])
+    assert loaded.report.objects + len(loaded.report.dropped) == len(content["annotations"])
 
 
 @settings(max_examples=150, deadline=None)

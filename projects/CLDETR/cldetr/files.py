@@ -15,7 +15,9 @@ from typing import Any
 
 from cldetr.errors import InputError
 
-# What a write fails with that the user can mend: no room, no permission, a broken disk.
+WIDTH = 100  # columns of a JSON file for people
+
+# What a write fails with that the user can fix: no room, no permission, a broken disk.
 DISK_ERRORS = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
@@ -77,7 +79,7 @@ def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> In
     """What to say when a file, of a known name or not, cannot be written."""
     return InputError(
         f"cannot write {path or error.filename or 'a file'}: {error.strerror}. What was saved "
-        "before is kept; make room or mend the disk, and where it was a run go on with --resume"
+        "before is kept; make room or fix the disk, and where it was a run go on with --resume"
     )
 
 
@@ -90,11 +92,10 @@ def remove_partials(root: str | os.PathLike[str]) -> None:
             path.unlink(missing_ok=True)
 
 
-def write_json(path: str | os.PathLike[str], content: Any, indent: int | None = 1) -> None:
-    """Writes `content` as JSON, atomically. NaN is refused: it is not JSON."""
+def write_json(path: str | os.PathLike[str], content: Any, pretty: bool = True) -> None:
+    """Writes `content` as JSON, atomically, in short lines or all in one. NaN is refused."""
     with atomic_path(path) as partial:
-        text = json.dumps(content, indent=indent, allow_nan=False, ensure_ascii=False)
-        partial.write_text(text + "\n", encoding="utf-8")
+        partial.write_text((_pretty if pretty else _flat)(content) + "\n", encoding="utf-8")
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:
@@ -110,6 +111,31 @@ def sha256_json(content: Any) -> str:
     """Computes the SHA-256 of `content` in canonical JSON (sorted keys, no spaces)."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _flat(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+def _pretty(value: Any, indent: int = 0, key: str = "") -> str:
+    """JSON with one line for what fits on it, and with as many plain values to a line as fit."""
+    flat = key + _flat(value)
+    if not isinstance(value, dict | list | tuple) or indent + len(flat) < WIDTH:
+        return flat
+    if isinstance(value, dict):
+        items = [_pretty(item, indent + 1, f"{_flat(str(key))}: ") for key, item in value.items()]
+        packed = False
+    else:
+        items = [_pretty(item, indent + 1) for item in value]
+        packed = not any(isinstance(item, dict | list | tuple) for item in value)
+    lines = items[:1]
+    for item in items[1:]:
+        if packed and indent + len(lines[-1]) + len(item) + 4 <= WIDTH:
+            lines[-1] += f", {item}"
+        else:
+            lines.append(item)
+    pad = "\n" + " " * (indent + 1)
+    return flat[: len(key) + 1] + pad + f",{pad}".join(lines) + pad[:-1] + flat[-1]
 
 
 def _fsync(path: Path) -> None:

@@ -42,16 +42,41 @@ class Annotations(typing.Protocol):
 
     @property
     def labels(self) -> np.ndarray:
-        """(N,): the place of each object's category in `categories`."""
+        """(N,): the index of each object's category in `categories`."""
 
     @property
     def fingerprint(self) -> str:
         """The digest of the annotation file's content."""
 
 
-def parse_sizes(text: str, data: Annotations, partial: bool) -> tuple[list[int], str]:
+def resolve_phases(
+    phases: str | Sequence[Sequence[str | int]],
+    order: str | Sequence[str | int],
+    data: Annotations,
+    seed: int,
+    partial: bool,
+) -> tuple[list[list[int]], str]:
+    """The labels of each phase and the scenario's name (see `cldetr.scenario.make_scenario`)."""
+    if isinstance(phases, str):
+        sizes, name = _parse_sizes(phases, data, partial)
+        labels = _class_order(order, data, seed)
+        groups = [labels[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
+        return groups, name
+    groups = _resolve(phases, data)
+    if not groups or not all(groups):
+        raise InputError("a phase has no category: every phase needs at least one")
+    if (rest := _missing(data, [label for group in groups for label in group])) and not partial:
+        raise InputError.listing(
+            f"{len(rest)} categories of {data.name} are in no phase; name them, or allow "
+            "categories that are never learnt (partial):",
+            rest,
+        )
+    return groups, "+".join(str(len(group)) for group in groups)
+
+
+def _parse_sizes(text: str, data: Annotations, partial: bool) -> tuple[list[int], str]:
     """Reads "40+20x2" as [40, 20, 20] and checks it against the number of categories."""
-    name = re.sub(r"\s+", "", text).replace("×", "x").replace("X", "x").replace("*", "x")
+    name = re.sub(r"[×X*]", "x", re.sub(r"\s+", "", text))
     terms = [re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", term) for term in name.split("+")]
     if not all(terms):
         raise InputError(
@@ -69,14 +94,13 @@ def parse_sizes(text: str, data: Annotations, partial: bool) -> tuple[list[int],
     return [size for size, times in pairs for _ in range(times)], name
 
 
-def class_order(order: str | Sequence[str | int], data: Annotations, seed: int) -> list[int]:
+def _class_order(order: str | Sequence[str | int], data: Annotations, seed: int) -> list[int]:
     """Orders all labels: "id", "seed" or "released" (shuffles by `seed`), or a list of names."""
     labels = list(range(len(data.categories)))  # ascending id
     if not isinstance(order, str):
         [labels] = _resolve([order], data)
-        missing = [c.name for label, c in enumerate(data.categories) if label not in set(labels)]
-        if missing:
-            raise InputError.listing("the class order leaves out these categories:", missing)
+        if missing := _missing(data, labels):
+            raise InputError.listing("the class order lacks categories; add them:", missing)
     elif order in ("seed", "released"):
         random_state(seed).shuffle(labels)
     elif order != "id":
@@ -84,22 +108,9 @@ def class_order(order: str | Sequence[str | int], data: Annotations, seed: int) 
     return labels
 
 
-def named_groups(
-    phases: Sequence[Sequence[str | int]], data: Annotations, partial: bool
-) -> list[list[int]]:
-    """Turns the category names (or ids) of each phase into labels."""
-    groups = _resolve(phases, data)
-    if not groups or not all(groups):
-        raise InputError("every phase needs at least one category")
-    named = {label for group in groups for label in group}
-    rest = [category.name for label, category in enumerate(data.categories) if label not in named]
-    if rest and not partial:
-        raise InputError.listing(
-            f"{len(rest)} categories of {data.name} are in no phase; name them, or allow "
-            "categories that are never learnt (partial):",
-            rest,
-        )
-    return groups
+def _missing(data: Annotations, labels: Sequence[int]) -> list[str]:
+    named = set(labels)
+    return [category.name for label, category in enumerate(data.categories) if label not in named]
 
 
 def _resolve(groups: Sequence[Sequence[str | int]], data: Annotations) -> list[list[int]]:
@@ -107,22 +118,22 @@ def _resolve(groups: Sequence[Sequence[str | int]], data: Annotations) -> list[l
     by_name = {category.name: label for label, category in enumerate(data.categories)}
     by_id = {category.id: label for label, category in enumerate(data.categories)}
     problems: list[str] = []
-    first_place: dict[int, int] = {}
+    first_list: dict[int, int] = {}
     resolved: list[list[int]] = []
-    for place, group in enumerate(groups, start=1):
+    for index, group in enumerate(groups, start=1):
         if isinstance(group, str):
-            raise InputError(f"phase {place} is one text, {group!r}: give a list of names")
+            raise InputError(f"phase {index} is one text, {group!r}: give a list of names")
         resolved.append([])
         for word in group:
             label = by_name.get(word) if isinstance(word, str) else by_id.get(word)
             if label is None:
                 near = difflib.get_close_matches(str(word), by_name, n=1)
                 hint = f"; do you mean {near[0]!r}?" if near else ""
-                problems.append(f"{word!r} (list {place}) is no category of {data.name}{hint}")
-            elif label in first_place:
-                problems.append(f"{word!r} is named twice (lists {first_place[label]} and {place})")
+                problems.append(f"{word!r} (list {index}) is no category of {data.name}{hint}")
+            elif label in first_list:
+                problems.append(f"{word!r} is named twice (lists {first_list[label]} and {index})")
             else:
-                first_place[label] = place
+                first_list[label] = index
                 resolved[-1].append(label)
     if problems:
         raise InputError.listing("the categories of the phases do not fit the data set:", problems)

@@ -1,7 +1,7 @@
 """Scenarios: which classes and which images each phase of incremental training sees.
 
-A class's *label* is its place in `Scenario.categories`, and it keeps that place for ever: labels
-are what data sets, heads and checkpoints use. Categories stand in ascending id order for one base
+A class's *label* is its index in `Scenario.categories`, and it never changes: labels are what data
+sets, heads and checkpoints use. Categories stand in ascending id order for one base
 data set (Detectron2's contiguous ids) and in order of arrival for phases from separate data sets.
 
 Shuffles use `numpy.random.RandomState`: NumPy has frozen its streams for good, while those of the
@@ -13,36 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
 from cldetr.errors import InputError
-from cldetr.grouping import (
-    Annotations,
-    Category,
-    class_order,
-    named_groups,
-    parse_sizes,
-    random_state,
-)
+from cldetr.grouping import Annotations, Category, random_state, resolve_phases
 
 Protocol = Literal["strict", "traditional", "separate"]
 
 BASE = "base"  # the source of every phase that is cut from one data set
 RELEASED_SEED = 123
 
-# Named settings of `make_scenario`. `paper`: Sec. 4.1, to be repeated over seeds. `released`: the
-# authors' code. `erd`: the splits of earlier work, used in supplement A and in Fig. 4.
-PRESETS: Mapping[str, Mapping[str, Any]] = {
-    "paper": {"protocol": "strict", "order": "seed"},
-    "released": {"protocol": "strict", "order": "released"},
-    "erd": {"protocol": "traditional", "order": "id"},
-}
-
 
 @dataclass(frozen=True)
-class Part:
+class AnnotatedSubset:
     """Images of one source with the labels that are annotated in them: what a view is made of."""
 
     source: str
@@ -60,9 +45,9 @@ class Phase:
     image_ids: tuple[int, ...]  # in the order drawn (strict) or in file order
     source: str = BASE  # which data set the images come from
 
-    def part(self) -> Part:
+    def subset(self) -> AnnotatedSubset:
         """D_i with annotations of C_i."""
-        return Part(self.source, self.image_ids, self.classes, self.index)
+        return AnnotatedSubset(self.source, self.image_ids, self.classes, self.index)
 
 
 @dataclass(frozen=True)
@@ -71,7 +56,7 @@ class Scenario:
 
     name: str  # as people say it: "70+10"
     protocol: Protocol
-    categories: tuple[Category, ...]  # a class's label is its place here
+    categories: tuple[Category, ...]  # a class's label is its index here
     phases: tuple[Phase, ...]
     order: str  # "id", "seed", "released" or "list"
     class_seed: int | None
@@ -79,7 +64,7 @@ class Scenario:
     fingerprints: tuple[tuple[str, str], ...]  # (source, fingerprint of its annotation file)
 
     def phase(self, index: int) -> Phase:
-        """Phase number `index`, from 1."""
+        """The phase with this index, from 1."""
         if not 1 <= index <= len(self.phases):
             raise IndexError(f"{self.name} has phases 1 to {len(self.phases)}, not {index}")
         return self.phases[index - 1]
@@ -96,8 +81,8 @@ class Scenario:
         """Labels of the phases after `index`."""
         return tuple(label for phase in self.phases[index:] for label in phase.classes)
 
-    def joint(self, index: int | None = None) -> tuple[Part, ...]:
-        """The upper bound at phase `index` (the last by default), one part per source.
+    def joint(self, index: int | None = None) -> tuple[AnnotatedSubset, ...]:
+        """The upper bound at phase `index` (the last by default), one subset per source.
 
         All images of phases 1 to `index`, each once, with all classes seen so far annotated.
         """
@@ -106,16 +91,18 @@ class Scenario:
         for phase in self.phases[:last]:
             images.setdefault(phase.source, {}).update(dict.fromkeys(phase.image_ids))
         classes = self.seen(last)
-        return tuple(Part(source, tuple(ids), classes, 0) for source, ids in images.items())
+        return tuple(
+            AnnotatedSubset(source, tuple(ids), classes, 0) for source, ids in images.items()
+        )
 
-    def revealed(self, index: int) -> Part:
+    def revealed(self, index: int) -> AnnotatedSubset:
         """D_i with annotations of all classes seen so far: what the KD-oracle trains on."""
         phase = self.phase(index)
-        return Part(phase.source, phase.image_ids, self.seen(index), 0)
+        return AnnotatedSubset(phase.source, phase.image_ids, self.seen(index), 0)
 
     def exemplars(
         self, image_ids: Mapping[int, Sequence[int]], reveal: bool = False
-    ) -> tuple[Part, ...]:
+    ) -> tuple[AnnotatedSubset, ...]:
         """E_1 ∪ E_2 ∪ …: exemplars by phase, each with the classes of its own phase.
 
         Args:
@@ -123,24 +110,21 @@ class Scenario:
             reveal: with all classes seen in these phases instead, which no method may know.
         """
         seen = self.seen(max(image_ids, default=1))
-        parts, problems = [], []
+        subsets, problems = [], []
         for index, ids in sorted(image_ids.items()):
-            phase = self.phase(index)
-            chosen = tuple(int(image) for image in ids)
-            strangers = set(chosen) - set(phase.image_ids)
-            problems += [
-                f"image {image} is not in phase {index}" for image in chosen if image in strangers
-            ]
-            own = Part(phase.source, chosen, phase.classes, index)
-            parts.append(Part(phase.source, chosen, seen, 0) if reveal else own)
+            phase, chosen = self.phase(index), tuple(map(int, ids))
+            known = set(phase.image_ids)
+            problems += [f"image {i} is not in phase {index}" for i in chosen if i not in known]
+            classes, whose = (seen, 0) if reveal else (phase.classes, index)
+            subsets.append(AnnotatedSubset(phase.source, chosen, classes, whose))
         if problems:
             raise InputError.listing(
                 f"{len(problems)} exemplars do not belong to scenario {self.name}; use the memory "
                 "that was chosen with this scenario's manifest:",
                 problems,
-                most=10,
+                limit=10,
             )
-        return tuple(parts)
+        return tuple(subsets)
 
 
 def make_scenario(
@@ -184,34 +168,36 @@ def make_scenario(
     released = isinstance(phases, str) and order == "released"
     if released:
         class_seed = data_seed = RELEASED_SEED
-    if isinstance(phases, str):
-        sizes, name = parse_sizes(phases, data, partial)
-        labels = class_order(order, data, 0 if class_seed is None else class_seed)
-        groups = [
-            labels[end - size : end] for size, end in zip(sizes, np.cumsum(sizes), strict=True)
-        ]
-        order = order if isinstance(order, str) else "list"
-    else:
-        groups = named_groups(phases, data, partial)
-        name, order = "+".join(str(len(group)) for group in groups), "list"
-
+    groups, name = resolve_phases(phases, order, data, class_seed or 0, partial)
+    shuffled = isinstance(phases, str) and order in ("seed", "released")
+    by_name = not isinstance(phases, str) or not isinstance(order, str)
     if protocol == "traditional":
-        data_seed = None
-        numbers = [images_with(data, group) for group in groups]
+        data_seed, why = None, "no object of its classes"
+        indices = [images_with(data, group) for group in groups]
     else:
-        data_seed = 0 if data_seed is None else data_seed
-        numbers = _cut([len(group) for group in groups], len(data.image_ids), data_seed, released)
-    _refuse_empty(numbers, groups, data, protocol)
+        data_seed, why = data_seed or 0, "too few images"
+        indices = _cut([len(group) for group in groups], len(data.image_ids), data_seed, released)
+    made = tuple(
+        Phase(index, tuple(group), tuple(data.image_ids[chosen].tolist()))
+        for index, (group, chosen) in enumerate(zip(groups, indices, strict=True), start=1)
+    )
+    empty = [
+        f"phase {phase.index} ({len(phase.classes)} classes, "
+        f"{data.categories[phase.classes[0]].name} …) gets no image"
+        for phase in made
+        if not phase.image_ids
+    ]
+    if empty:
+        raise InputError.listing(
+            f"{data.name} has {len(data.image_ids)} images; {why} for these phases:", empty
+        )
     return Scenario(
         name=name,
         protocol="strict" if protocol == "strict" else "traditional",
         categories=data.categories,
-        phases=tuple(
-            Phase(index, tuple(group), tuple(data.image_ids[chosen].tolist()))
-            for index, (group, chosen) in enumerate(zip(groups, numbers, strict=True), start=1)
-        ),
-        order=order,
-        class_seed=(class_seed or 0) if order in ("seed", "released") else None,
+        phases=made,
+        order="list" if by_name else str(order),
+        class_seed=class_seed or 0 if shuffled else None,
         data_seed=data_seed,
         fingerprints=((BASE, data.fingerprint),),
     )
@@ -227,19 +213,19 @@ def make_separate_scenario(datasets: Sequence[Annotations]) -> Scenario:
     because the ids of separate files may collide.
     """
     problems = _separate_problems(datasets)
-    listed: dict[str, int] = {}
-    arrival: dict[str, int] = {}
-    for place, data in enumerate(datasets):
+    listed: dict[str, int] = {}  # category name → the first data set that lists it
+    shown: dict[str, int] = {}  # and the first that has an object of it
+    for index, data in enumerate(datasets):
         present = np.bincount(data.labels, minlength=len(data.categories)) > 0
         for category, has_objects in zip(data.categories, present, strict=True):
-            listed.setdefault(category.name, place)
+            listed.setdefault(category.name, index)
             if has_objects:
-                arrival.setdefault(category.name, place)
-    arrival = {name: arrival.get(name, place) for name, place in listed.items()}
+                shown.setdefault(category.name, index)
+    arrival = {**listed, **shown}
     categories: list[Category] = []
     phases = []
-    for place, data in enumerate(datasets):
-        names = [category.name for category in data.categories if arrival[category.name] == place]
+    for index, data in enumerate(datasets):
+        names = [category.name for category in data.categories if arrival[category.name] == index]
         if not names:
             problems.append(
                 f"{data.name} brings no new category: add its images to the phase that knows them"
@@ -247,7 +233,7 @@ def make_separate_scenario(datasets: Sequence[Annotations]) -> Scenario:
         first = len(categories)
         categories += [Category(first + i + 1, name) for i, name in enumerate(names)]
         classes = tuple(range(first, len(categories)))
-        phases.append(Phase(place + 1, classes, tuple(data.image_ids.tolist()), data.name))
+        phases.append(Phase(index + 1, classes, tuple(data.image_ids.tolist()), data.name))
     if problems:
         raise InputError.listing("these data sets do not make a scenario:", problems)
     return Scenario(
@@ -263,38 +249,18 @@ def make_separate_scenario(datasets: Sequence[Annotations]) -> Scenario:
 
 
 def images_with(data: Annotations, labels: Sequence[int]) -> np.ndarray:
-    """Numbers (places in the file) of the images with an object of `labels`, crowd included."""
-    wanted = np.zeros(len(data.categories), dtype=bool)
-    wanted[list(labels)] = True
+    """Indices of the images with an object of `labels`, crowd regions included."""
     owners = np.repeat(np.arange(len(data.image_ids)), np.diff(data.starts))  # (N,)
-    return np.unique(owners[wanted[data.labels]])
+    return np.unique(owners[np.isin(data.labels, labels)])
 
 
 def _cut(sizes: Sequence[int], images: int, seed: int, released: bool) -> list[np.ndarray]:
-    """Shuffles image numbers and cuts them in proportion to `sizes`, in integers (no rounding)."""
+    """Shuffles image indices and cuts them in proportion to `sizes`, in integers (no rounding)."""
     shuffled = np.arange(images)
     random_state(seed).shuffle(shuffled)
-    total = sum(sizes)
-    if released:
-        ends = np.cumsum([images * size // total for size in sizes])
-    else:
-        ends = np.array([images * int(so_far) // total for so_far in np.cumsum(sizes)])
+    shares, total = np.array(sizes), sum(sizes)
+    ends = np.cumsum(images * shares // total) if released else images * np.cumsum(shares) // total
     return np.split(shuffled, ends)[: len(sizes)]
-
-
-def _refuse_empty(
-    numbers: Sequence[np.ndarray], groups: Sequence[Sequence[int]], data: Annotations, protocol: str
-) -> None:
-    empty = [
-        f"phase {index} ({len(group)} classes, {data.categories[group[0]].name} …) gets no image"
-        for index, (chosen, group) in enumerate(zip(numbers, groups, strict=True), start=1)
-        if len(chosen) == 0
-    ]
-    if empty:
-        why = "no object of its classes" if protocol == "traditional" else "too few images"
-        raise InputError.listing(
-            f"{data.name} has {len(data.image_ids)} images; {why} for these phases:", empty
-        )
 
 
 def _separate_problems(datasets: Sequence[Annotations]) -> list[str]:
@@ -302,14 +268,14 @@ def _separate_problems(datasets: Sequence[Annotations]) -> list[str]:
     names: dict[str, int] = {}
     contents: dict[str, str] = {}
     spellings: dict[str, tuple[str, str]] = {}
-    for place, data in enumerate(datasets, start=1):
+    for index, data in enumerate(datasets, start=1):
         if data.name in names:
-            problems.append(f"data sets {names[data.name]} and {place} are both named {data.name}")
+            problems.append(f"data sets {names[data.name]} and {index} are both named {data.name}")
         elif data.fingerprint in contents:
             problems.append(f"{data.name} and {contents[data.fingerprint]} are the same file")
         if len(data.image_ids) == 0:
             problems.append(f"{data.name} has no image")
-        names.setdefault(data.name, place)
+        names.setdefault(data.name, index)
         contents.setdefault(data.fingerprint, data.name)
         for category in data.categories:
             # "Cat" and "cat " would quietly become two classes.

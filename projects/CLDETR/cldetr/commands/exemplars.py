@@ -19,15 +19,14 @@ from cldetr.data.exemplars import (
     resolve_budget,
     select_random,
 )
+from cldetr.data.export import write_subset
 from cldetr.data.memory import (
     ExemplarMemory,
     PhaseExemplars,
-    coco_content,
     objects_per_image,
     phase_counts,
 )
 from cldetr.errors import InputError
-from cldetr.files import write_json
 from cldetr.layers.libraries import load_libraries
 from cldetr.scenario import make_scenario
 
@@ -75,7 +74,9 @@ def run(args: argparse.Namespace) -> int:
 
     wanted = min(resolve_budget(args.budget, counts.num_images), counts.num_images)
     with tqdm(total=wanted, desc="choosing", unit=" images", disable=None) as bar:
-        selection = strategy(counts, args.budget, Context(seed=args.seed, progress=bar.update))
+        selection = strategy.choose(
+            counts, args.budget, Context(seed=args.seed, progress=bar.update)
+        )
     exemplars = PhaseExemplars.of(
         scenario,
         1,
@@ -91,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         memory.write(args.out)
         if args.coco:
-            write_json(args.coco, coco_content(exemplars, scenario.categories, data), indent=None)
+            subset = exemplars.subset()
+            write_subset(args.coco, subset, data, scenario.categories, list_all=False)
     except OSError as error:
         raise InputError(f"{error.filename} cannot be written: {error.strerror}") from None
     print("\nwritten:", *filter(None, (args.out, args.coco)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from cldetr.data.audit import audit_scenario
 from cldetr.data.coco import CocoData, load_coco
-from cldetr.data.export import write_part
+from cldetr.data.export import write_subset
 from cldetr.data.manifest import save_manifest
 from cldetr.errors import InputError
 from cldetr.files import write_json
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         written = [args.out / f"phase{phase.index}.json" for phase in scenario.phases]
         if args.write_json:
             for phase, path in zip(scenario.phases, written, strict=True):
-                write_part(path, phase.part(), data[phase.source], scenario.categories)
+                write_subset(path, phase.subset(), data[phase.source], scenario.categories)
                 print(f"wrote {path}")
         for path in sorted(set(args.out.glob("phase*.json")) - set(written * args.write_json)):
             print(f"note: {path} was there before and is not of this scenario")

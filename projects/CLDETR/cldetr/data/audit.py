@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cldetr.data.coco import CocoData
+from cldetr.data.coco import CocoData, label_table
 from cldetr.scenario import Phase, Scenario
 
 
@@ -56,13 +56,13 @@ def audit_scenario(scenario: Scenario, data: Mapping[str, CocoData]) -> dict[str
 
 
 def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, Any]:
-    numbers = data.numbers_of(phase.image_ids)
+    numbers = data.indices_of(phase.image_ids)
     chosen = np.zeros(len(data.image_ids), dtype=bool)
     chosen[numbers] = True
     owners = np.repeat(np.arange(len(data.image_ids)), np.diff(data.starts))  # (N,)
     inside = chosen[owners]
-    label_of = _labels_in_scenario(scenario, data)
-    labels = label_of[data.labels]
+    every = range(len(scenario.categories))
+    labels = label_table(data, scenario.categories, every)[data.labels]
     own = inside & np.isin(labels, phase.classes)
     per_class = np.bincount(labels[own], minlength=len(scenario.categories))
     annotated = len(np.unique(owners[own]))
@@ -95,19 +95,14 @@ def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, 
 
 def _left_out(scenario: Scenario, phase: Phase, data: CocoData) -> int:
     """How many boxes of the phase the loader left out."""
-    if data.report is None or not data.report.left_out:
+    if data.report is None or not data.report.dropped:
         return 0
     names = {scenario.categories[label].name for label in phase.classes}
     categories = {category.id for category in data.categories if category.name in names}
     images = set(phase.image_ids)
     return sum(
-        image in images and category in categories for _, image, category in data.report.left_out
+        image in images and category in categories for _, image, category in data.report.dropped
     )
-
-
-def _labels_in_scenario(scenario: Scenario, data: CocoData) -> np.ndarray:
-    label = {category.name: place for place, category in enumerate(scenario.categories)}
-    return np.array([label.get(category.name, -1) for category in data.categories], dtype=np.int64)
 
 
 def _overlap(scenario: Scenario, data: Mapping[str, CocoData]) -> list[dict[str, Any]]:
@@ -129,7 +124,7 @@ def _overlap(scenario: Scenario, data: Mapping[str, CocoData]) -> list[dict[str,
 
 def _files(image_ids: Sequence[int], data: CocoData) -> dict[str, int]:
     root = os.path.abspath(data.image_root)
-    numbers = data.numbers_of(image_ids).tolist()
+    numbers = data.indices_of(image_ids).tolist()
     return {
         os.path.join(root, data.file_names[number]): image
         for number, image in zip(numbers, image_ids, strict=True)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from cldetr.data.texts import PackedTexts
 from cldetr.data.validate import LoadReport
 from cldetr.errors import InputError
 from cldetr.files import atomic_path
@@ -25,20 +24,17 @@ from cldetr.scenario import Category
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1  # raise it whenever the arrays or their checks change: old caches are then ignored
-ARRAYS = (
-    "image_ids",
-    "widths",
-    "heights",
-    "starts",
-    "labels",
-    "boxes",
-    "areas",
-    "crowd",
-    "object_ids",
-)
+FORMAT = 2  # raise it whenever the arrays or their checks change: old caches are then ignored
 _DIGEST = 32  # bytes of a SHA-256
-_LEAST_SIZE = 16 << 20  # bytes; smaller annotation files are read in no time
+_MIN_SIZE = 16 << 20  # bytes; smaller annotation files are read in no time
+
+
+class _Header(msgspec.Struct):
+    """What is not an array."""
+
+    categories: tuple[Category, ...]
+    file_names: list[str]
+    report: LoadReport
 
 
 def cache_folder(json_file: str | os.PathLike[str]) -> Path | None:
@@ -48,7 +44,7 @@ def cache_folder(json_file: str | os.PathLike[str]) -> Path | None:
     (`XDG_CACHE_HOME`, `~/.cache`). It may be deleted at any time.
     """
     try:
-        if os.path.getsize(json_file) < _LEAST_SIZE:
+        if os.path.getsize(json_file) < _MIN_SIZE:
             return None
     except OSError:  # the reader will say what is wrong with the file
         return None
@@ -69,18 +65,10 @@ def cache_file(
 
 def write_cache(path: Path, fields: Mapping[str, Any]) -> None:
     """Writes fields of a `CocoData`; where that fails, only the next start is slower for it."""
-    header = {
-        "categories": [[category.id, category.name] for category in fields["categories"]],
-        "report": fields["report"].as_dict(),
-    }
+    arrays: dict[str, Any] = {k: v for k, v in fields.items() if isinstance(v, np.ndarray)}
+    header = _Header(**{key: value for key, value in fields.items() if key not in arrays})
     buffer = io.BytesIO()
-    np.savez(
-        buffer,
-        header=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8),
-        characters=fields["file_names"].characters,
-        ends=fields["file_names"].ends,
-        **{key: fields[key] for key in ARRAYS},
-    )
+    np.savez(buffer, header=np.frombuffer(msgspec.json.encode(header), np.uint8), **arrays)
     try:
         with atomic_path(path) as partial, partial.open("wb") as stream:
             stream.write(buffer.getbuffer())
@@ -103,16 +91,10 @@ def read_cache(path: Path) -> dict[str, Any] | None:
         logger.warning("the cache %s is damaged: reading the annotation file again", path)
         return None
     try:
-        with np.load(io.BytesIO(body), allow_pickle=False) as arrays:
-            header = json.loads(arrays["header"].tobytes())
-            return {
-                "categories": tuple(
-                    Category(number, name) for number, name in header["categories"]
-                ),
-                "report": LoadReport.from_dict(header["report"]),
-                "file_names": PackedTexts(arrays["characters"], arrays["ends"]),
-                **{key: arrays[key] for key in ARRAYS},
-            }
-    except (KeyError, TypeError, ValueError) as error:  # whole, but not what this version writes
+        with np.load(io.BytesIO(body), allow_pickle=False) as stored:
+            arrays = dict(stored)
+        header = msgspec.json.decode(arrays.pop("header").tobytes(), type=_Header)
+        return {**arrays, **msgspec.structs.asdict(header)}
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:  # whole, but of another version
         logger.warning("the cache %s is of no use (%s): reading the annotations again", path, error)
         return None

@@ -15,7 +15,6 @@ with metadata, so that Detectron2's loaders, `Visualizer` and `COCOEvaluator` ta
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -28,12 +27,10 @@ from torch.utils.data import Dataset
 from cldetr.data.cache import cache_folder
 from cldetr.data.coco import CocoData, load_coco
 from cldetr.data.registered import data_from_dicts
-from cldetr.data.views import View, evaluation_part
+from cldetr.data.views import View, evaluation_subset
 from cldetr.errors import InputError
 from cldetr.files import sha256_json
-from cldetr.scenario import Part, Scenario
-
-logger = logging.getLogger(__name__)
+from cldetr.scenario import AnnotatedSubset, Scenario
 
 
 def read_dataset(reference: str, *, bad_boxes: str = "stop", trim: bool = True) -> CocoData:
@@ -59,14 +56,18 @@ def read_dataset(reference: str, *, bad_boxes: str = "stop", trim: bool = True) 
             "given as ANNOTATIONS.json:IMAGE_FOLDER)"
         )
     metadata = MetadataCatalog.get(reference)
-    if hasattr(metadata, "json_file") and metadata.get("evaluator_type", "coco") == "coco":
+    # Detectron2's COCOEvaluator sets `json_file`, without `image_root`, on what it converts.
+    is_coco = hasattr(metadata, "json_file") and hasattr(metadata, "image_root")
+    if is_coco and metadata.get("evaluator_type", "coco") == "coco":
         json_file = PathManager.get_local_path(os.fspath(metadata.json_file))
         return _read_file(json_file, os.fspath(metadata.image_root), reference, bad_boxes, trim)
     try:
-        dicts = DatasetCatalog.get(reference)
+        dicts = list(DatasetCatalog.get(reference))
     except Exception as error:
+        hint = "check that its files are there" if isinstance(error, OSError) else "fix it"
         raise InputError(
-            f"the function registered as {reference!r} failed: {type(error).__name__}: {error}"
+            f"the function registered as {reference!r} failed: {type(error).__name__}: {error}; "
+            f"{hint} (Detectron2's built-in data sets are below the folder DETECTRON2_DATASETS)"
         ) from error
     return data_from_dicts(
         reference, dicts, metadata.get("thing_classes"), bad_boxes=bad_boxes, trim=trim
@@ -105,24 +106,27 @@ def register_views(
     """
     names = []
     for phase in scenario.phases:
-        for kind, parts in (
-            ("phase", (phase.part(),)),
+        for kind, subsets in (
+            ("phase", (phase.subset(),)),
             ("joint", scenario.joint(phase.index)),
             ("revealed", (scenario.revealed(phase.index),)),
         ):
             names.append(view_name(prefix, kind, phase.index))
-            _register(names[-1], scenario, parts, train)
-    wholes = [evaluation_part(data, source, scenario.categories) for source, data in test.items()]
+            _register(names[-1], scenario, subsets, train)
+    whole = tuple(
+        evaluation_subset(data, source, scenario.categories) for source, data in test.items()
+    )
     for phase in scenario.phases:
         seen = set(scenario.seen(phase.index))
-        parts = [
-            replace(part, classes=tuple(x for x in part.classes if x in seen)) for part in wholes
-        ]
+        subsets = tuple(
+            replace(subset, classes=tuple(label for label in subset.classes if label in seen))
+            for subset in whole
+        )
         names.append(view_name(prefix, "test", phase.index))
         metadata: dict[str, Any] = {"scenario": scenario, "phase": phase.index}
-        if parts == wholes and len(wholes) == 1:
-            metadata |= _file_metadata(scenario, wholes[0], test[wholes[0].source])
-        _register(names[-1], scenario, parts, test, metadata)
+        if subsets == whole and len(whole) == 1:
+            metadata |= _file_metadata(scenario, whole[0], test[whole[0].source])
+        _register(names[-1], scenario, subsets, test, metadata)
     return names
 
 
@@ -145,8 +149,8 @@ def register_exemplars(
     names = []
     for suffix in ("", "_revealed"):
         names.append(view_name(prefix, "exemplars", max(image_ids), suffix))
-        parts = scenario.exemplars(image_ids, reveal=bool(suffix))
-        _register(names[-1], scenario, parts, train)
+        subsets = scenario.exemplars(image_ids, reveal=bool(suffix))
+        _register(names[-1], scenario, subsets, train)
     return names
 
 
@@ -165,14 +169,16 @@ def dataset_digest(names: Sequence[str]) -> str:
     return sha256_json([MetadataCatalog.get(name).digest for name in names])
 
 
-def _file_metadata(scenario: Scenario, part: Part, data: CocoData) -> dict[str, Any]:
-    """What lets Detectron2's evaluator read the annotation file itself, where there is one."""
-    if not data.json_file.is_file():
+def _file_metadata(scenario: Scenario, subset: AnnotatedSubset, data: CocoData) -> dict[str, Any]:
+    """What lets Detectron2's evaluator read the annotation file itself, where it may.
+
+    It may not where the file lacks a category, which that evaluator does not take, or has boxes
+    that were dropped at loading: then it converts the view, as it does with every other one.
+    """
+    dropped = data.report is not None and data.report.dropped
+    if not data.json_file.is_file() or dropped or len(subset.classes) < len(scenario.categories):
         return {}
-    missing = [c.name for x, c in enumerate(scenario.categories) if x not in part.classes]
-    if missing:
-        logger.warning("%s has no objects of %s", data.json_file, ", ".join(missing))
-    ids = zip(data.categories, part.classes, strict=True)
+    ids = zip(data.categories, subset.classes, strict=True)
     return {
         "thing_dataset_id_to_contiguous_id": {category.id: label for category, label in ids},
         "evaluator_type": "coco",
@@ -184,12 +190,12 @@ def _file_metadata(scenario: Scenario, part: Part, data: CocoData) -> dict[str, 
 def _register(
     name: str,
     scenario: Scenario,
-    parts: Sequence[Part],
+    subsets: Sequence[AnnotatedSubset],
     data: Mapping[str, CocoData],
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Registers a view under a name, unless the very same is registered already."""
-    view = View(scenario.categories, parts, data, name)
+    view = View(scenario.categories, subsets, data, name)
     digest = view.digest()
     if name in DatasetCatalog:
         if MetadataCatalog.get(name).get("digest") == digest:

@@ -1,7 +1,7 @@
 """Exemplar selection: which images of a phase are kept for the phases that follow (Sec. 3.4).
 
-A strategy is a function `(counts, budget, context) -> Selection` in `STRATEGIES`, under the word
-that names it in a config. To add one, write the function, enter it, and test it.
+A strategy is a function `(counts, budget, context) -> Selection` in `STRATEGIES`, under its name in
+a config, with what it needs declared. To add one, write the function, enter it, and test it.
 
 All strategies but `released` fill the budget while there are images: first with images that hold a
 label of the phase, and only then, in the phase's order, with those that hold none.
@@ -68,13 +68,13 @@ def resolve_budget(budget: float, num_images: int) -> int:
     )
 
 
-def find_strategy(word: str) -> Strategy:
-    """The strategy that a config names by `word`."""
-    if word not in STRATEGIES:
+def find_strategy(name: str) -> Strategy:
+    """The strategy that a config calls `name`."""
+    if name not in STRATEGIES:
         raise InputError(
-            f"exemplar strategy {word!r} is unknown; choose one of: {', '.join(STRATEGIES)}"
+            f"exemplar strategy {name!r} is unknown; choose one of: {', '.join(STRATEGIES)}"
         )
-    return STRATEGIES[word]
+    return STRATEGIES[name]
 
 
 def select_kl(counts: ClassCounts, budget: float, context: Context = DEFAULT) -> Selection:
@@ -187,16 +187,22 @@ def select_released(counts: ClassCounts, budget: float, context: Context = DEFAU
     return Selection(kept, kl_curve(counts, kept), number, note)
 
 
-Strategy = Callable[[ClassCounts, float, Context], Selection]
+@dataclass(frozen=True)
+class Strategy:
+    """A way to choose exemplars and what it needs besides the counts."""
 
-STRATEGIES: dict[str, Strategy] = {
-    "kl": select_kl,
-    "kl+instances": select_kl_and_instances,
-    "random": select_random,
-    "balanced": select_balanced,
-    "herding": select_herding,
-    "adaptive": select_adaptive,
-    "released": select_released,
+    choose: Callable[[ClassCounts, float, Context], Selection]
+    needs_features: bool = False  # object features of the detector trained in the phase
+
+
+STRATEGIES = {
+    "kl": Strategy(select_kl),
+    "kl+instances": Strategy(select_kl_and_instances),
+    "random": Strategy(select_random),
+    "balanced": Strategy(select_balanced),
+    "herding": Strategy(select_herding, needs_features=True),
+    "adaptive": Strategy(select_adaptive),
+    "released": Strategy(select_released),
 }
 
 

@@ -1,74 +1,81 @@
-"""A phase as a COCO file of its own, for tools that know nothing of scenarios."""
+"""Part of a data set as a COCO file of its own, for tools that know nothing of scenarios."""
 
 from __future__ import annotations
 
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Any
 
-import numpy as np
-
-from cldetr.data.coco import CocoData
+from cldetr.data.coco import CocoData, label_table
 from cldetr.files import atomic_path
-from cldetr.scenario import Category, Part
+from cldetr.scenario import AnnotatedSubset, Category
 
 
-def write_part(
-    path: str | os.PathLike[str], part: Part, data: CocoData, categories: Sequence[Category]
+def write_subset(
+    path: str | os.PathLike[str],
+    subset: AnnotatedSubset,
+    data: CocoData,
+    categories: Sequence[Category],
+    list_all: bool = True,
 ) -> None:
-    """Writes a part's images, with the objects of its classes, as a COCO instances file.
+    """Writes a subset's images, with the objects of its classes, as a COCO instances file.
 
-    All categories of the scenario are listed, under the scenario's ids, so that labels stay the
-    same in the files of all phases. Boxes are as loaded; polygons are not kept.
+    Images stand in the subset's order. Boxes are as loaded; polygons are not kept.
+
+    Args:
+        path: of the file.
+        subset: what to write.
+        data: its data set.
+        categories: of the scenario, whose ids are used.
+        list_all: list all categories, so that labels are the same in the files of all phases, or
+            those of the subset alone.
     """
-    label = {category.name: place for place, category in enumerate(categories)}
-    wanted = {categories[place].name for place in part.classes}
-    category_ids = np.array(
-        [categories[label[own.name]].id if own.name in wanted else -1 for own in data.categories],
-        dtype=np.int64,
-    )
-    shown = np.array([own.name in wanted for own in data.categories], dtype=bool)
-    numbers = data.numbers_of(part.image_ids).tolist()
+    listed = categories if list_all else [categories[label] for label in sorted(subset.classes)]
+    indices = data.indices_of(subset.image_ids).tolist()
+    sections = {
+        "images": _images(data, indices),
+        "annotations": _annotations(data, indices, subset, categories),
+        "categories": ({"id": category.id, "name": category.name} for category in listed),
+    }
     with atomic_path(path) as partial, partial.open("w", encoding="utf-8") as out:
-        out.write('{"images": ')
-        _write_list(out, (_image(data, number) for number in numbers))
-        out.write(', "annotations": ')
-        _write_list(out, _annotations(data, numbers, category_ids, shown))
-        out.write(', "categories": ')
-        _write_list(out, ({"id": own.id, "name": own.name} for own in categories))
+        for key, entries in sections.items():
+            out.write(f'{"{" if key == "images" else ", "}"{key}": ')
+            out.writelines(_lines(entries))
         out.write("}\n")
 
 
-def _write_list(out: TextIO, entries: Iterable[dict[str, Any]]) -> None:
-    """Writes entries one at a time: 860,000 dictionaries at once would take a gigabyte."""
+def _lines(entries: Iterable[dict[str, Any]]) -> Iterator[str]:
+    """A JSON list, entry by entry: 860,000 dictionaries at once would take a gigabyte."""
     separator = "[\n"
     for entry in entries:
-        out.write(separator + json.dumps(entry, ensure_ascii=False, allow_nan=False))
+        yield separator + json.dumps(entry, ensure_ascii=False, allow_nan=False)
         separator = ",\n"
-    out.write("[]" if separator == "[\n" else "\n]")
+    yield "[]" if separator == "[\n" else "\n]"
 
 
-def _image(data: CocoData, number: int) -> dict[str, Any]:
-    return {
-        "id": int(data.image_ids[number]),
-        "file_name": data.file_names[number],
-        "width": int(data.widths[number]),
-        "height": int(data.heights[number]),
-    }
+def _images(data: CocoData, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
+    for index in indices:
+        yield {
+            "id": int(data.image_ids[index]),
+            "file_name": data.file_names[index],
+            "width": int(data.widths[index]),
+            "height": int(data.heights[index]),
+        }
 
 
 def _annotations(
-    data: CocoData, numbers: Sequence[int], category_ids: np.ndarray, shown: np.ndarray
+    data: CocoData, indices: Sequence[int], subset: AnnotatedSubset, categories: Sequence[Category]
 ) -> Iterator[dict[str, Any]]:
-    for number in numbers:
-        for row in range(int(data.starts[number]), int(data.starts[number + 1])):
-            own = data.labels[row]
-            if shown[own]:
+    label_of = label_table(data, categories, subset.classes).tolist()
+    for index in indices:
+        for row in range(int(data.starts[index]), int(data.starts[index + 1])):
+            label = label_of[data.labels[row]]
+            if label >= 0:
                 yield {
                     "id": int(data.object_ids[row]),
-                    "image_id": int(data.image_ids[number]),
-                    "category_id": int(category_ids[own]),
+                    "image_id": int(data.image_ids[index]),
+                    "category_id": categories[label].id,
                     "bbox": data.boxes[row].tolist(),
                     "area": float(data.areas[row]),
                     "iscrowd": int(data.crowd[row]),

@@ -89,10 +89,7 @@ class PositionDataset(Dataset):
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        mapped = self.mapper(copy.deepcopy(entry))
-        if mapped is None:
-            raise InputError(f"the mapper returned nothing for {entry.get('file_name')}")
-        return mapped
+        return _apply(self.mapper, copy.deepcopy(entry))
 
 
 class StepSampler(Sampler[list[int]]):
@@ -186,7 +183,14 @@ class MappedDataset(Dataset):
         return len(self.entries)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.mapper(self.entries[index])
+        return _apply(self.mapper, self.entries[index])
+
+
+def _apply(mapper: AnyMapper, entry: dict[str, Any]) -> dict[str, Any]:
+    mapped = mapper(entry)
+    if mapped is None:
+        raise InputError(f"the mapper returned nothing for {entry.get('file_name')}")
+    return mapped
 
 
 def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:

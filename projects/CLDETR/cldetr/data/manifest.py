@@ -7,9 +7,8 @@ noticed; its fingerprints tie it to the content of the annotation files.
 from __future__ import annotations
 
 import itertools
-import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,11 @@ import msgspec
 import numpy as np
 
 from cldetr.errors import InputError
-from cldetr.files import atomic_path, sha256_json
+from cldetr.files import sha256_json, write_json
 from cldetr.scenario import BASE, Annotations, Category, Phase, Protocol, Scenario
 
 FORMAT = 1
 DIFFERENCES = 10  # named in a message; the rest is counted
-WIDTH = 100  # columns of the file
 
 
 class _Category(msgspec.Struct, forbid_unknown_fields=True):
@@ -94,8 +92,7 @@ def scenario_hash(scenario: Scenario) -> str:
 def save_manifest(scenario: Scenario, path: str | os.PathLike[str]) -> str:
     """Writes a scenario's manifest, atomically, and returns its hash."""
     content = manifest_content(scenario)
-    with atomic_path(path) as partial:
-        partial.write_text(_render(content) + "\n", encoding="utf-8")
+    write_json(path, content)
     return str(content["hash"])
 
 
@@ -147,24 +144,15 @@ def load_manifest(path: str | os.PathLike[str]) -> Scenario:
     )
 
 
-def check_manifest(scenario: Scenario, data: Annotations | Mapping[str, Annotations]) -> None:
-    """Stops where a scenario does not fit the data sets that it is to be used with.
-
-    Args:
-        scenario: from a manifest.
-        data: the base data set, or the data sets by source.
-    """
-    sources = data if isinstance(data, Mapping) else {BASE: data}
-    known = dict(scenario.fingerprints)
-    found = [f"data set {source!r} is missing" for source in known if source not in sources]
-    for source, one in sources.items():
-        found += _data_differences(scenario, source, one)
-    _stop(scenario, found)
-
-
 def check_source(scenario: Scenario, source: str, data: Annotations) -> None:
     """Stops where one of a scenario's data sets is not the one that it was made from."""
-    _stop(scenario, list(_data_differences(scenario, source, data)))
+    if found := list(_data_differences(scenario, source, data)):
+        raise InputError.listing(
+            f"scenario {scenario.name} was made from other data ({len(found)} differences); give "
+            "the annotation file that it was made from, or make it again:",
+            found,
+            limit=DIFFERENCES,
+        )
 
 
 def differences(expected: Scenario, found: Scenario) -> list[str]:
@@ -196,17 +184,7 @@ def differences(expected: Scenario, found: Scenario) -> list[str]:
 def check_same(expected: Scenario, found: Scenario, what: str) -> None:
     """Stops where `found` is not the scenario `expected`; `what` names the two, for the message."""
     if lines := differences(expected, found):
-        raise InputError.listing(f"{what} differ:", lines, most=DIFFERENCES)
-
-
-def _stop(scenario: Scenario, found: list[str]) -> None:
-    if found:
-        raise InputError.listing(
-            f"scenario {scenario.name} was made from other data ({len(found)} differences); give "
-            "the annotation file that it was made from, or make it again:",
-            found,
-            most=DIFFERENCES,
-        )
+        raise InputError.listing(f"{what} differ:", lines, limit=DIFFERENCES)
 
 
 def _data_differences(scenario: Scenario, source: str, data: Annotations) -> Iterable[str]:
@@ -289,26 +267,3 @@ def _pairs(before: tuple[Any, ...], now: tuple[Any, ...]) -> Iterable[tuple[Any,
 
 def _named(category: Category | None) -> str:
     return "nothing" if category is None else f"{category.name!r} (id {category.id})"
-
-
-def _render(value: Any, indent: int = 0) -> str:
-    """JSON for people: what fits on a line is on one, and lists of plain values are packed."""
-    flat = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    if indent + len(flat) <= WIDTH or not isinstance(value, dict | list):
-        return flat
-    pad = "\n" + " " * (indent + 1)
-    if isinstance(value, dict):
-        body = ("," + pad).join(
-            f"{json.dumps(key)}: {_render(item, indent + 1)}" for key, item in value.items()
-        )
-        return "{" + pad + body + pad[:-1] + "}"
-    items = [_render(item, indent + 1) for item in value]
-    if any(isinstance(item, dict) for item in value):
-        return "[" + pad + ("," + pad).join(items) + pad[:-1] + "]"
-    lines = [items[0]]
-    for item in items[1:]:
-        if indent + len(lines[-1]) + len(item) + 4 > WIDTH:
-            lines.append(item)
-        else:
-            lines[-1] += f", {item}"
-    return "[" + pad + ("," + pad).join(lines) + pad[:-1] + "]"

@@ -83,7 +83,8 @@ class Augmentation:
             size = _resize(steps, size, int(rng.choice(self.crop_short_sides)), None)
             size = _crop(steps, size, self.crop_size, rng)
         if self.short_sides and self.sampling == "range":
-            side = int(rng.integers(*self.short_sides, endpoint=True))
+            low, high = self.short_sides
+            side = int(rng.integers(low, high, endpoint=True))
             _resize(steps, size, side, self.max_side)
         elif self.short_sides:
             _resize(steps, size, int(rng.choice(self.short_sides)), self.max_side)
@@ -168,7 +169,7 @@ def read_image(entry: Mapping[str, Any], format: str) -> np.ndarray:
     if found != stated:
         raise InputError(
             f"image {path} is {found[0]}×{found[1]} but its annotation says "
-            f"{stated[0]}×{stated[1]}: mend the annotation file"
+            f"{stated[0]}×{stated[1]}: fix the annotation file"
         )
     return image
 

@@ -10,11 +10,8 @@ On disk it is a folder that people can open:
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import re
-import textwrap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,12 +20,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from cldetr.data.coco import CocoData
+from cldetr.data.coco import CocoData, label_table
 from cldetr.data.counts import ClassCounts
 from cldetr.data.exemplars import Selection
+from cldetr.data.export import write_subset
 from cldetr.errors import InputError
-from cldetr.files import atomic_path, sha256_file, sha256_json, write_json
-from cldetr.scenario import BASE, Category, Scenario
+from cldetr.files import sha256_file, sha256_json, write_json
+from cldetr.scenario import BASE, AnnotatedSubset, Category, Scenario
 
 FORMAT = 1
 MEMORY_FILE = "memory.json"
@@ -100,6 +98,11 @@ class PhaseExemplars:
             kl=tuple(value if math.isfinite(value) else None for value in selection.kl.tolist()),
         )
 
+    def subset(self) -> AnnotatedSubset:
+        """E_i with annotations of C_i."""
+        labels = tuple(record.label for record in self.classes)
+        return AnnotatedSubset(self.source, self.image_ids, labels, self.index)
+
 
 @dataclass(frozen=True)
 class ExemplarMemory:
@@ -132,7 +135,7 @@ class ExemplarMemory:
         for phase in self.phases:
             source = data if isinstance(data, CocoData) else data[phase.source]
             files.append(folder / f"exemplars_phase{phase.index}.json")
-            write_json(files[-1], coco_content(phase, self.categories, source), indent=None)
+            write_subset(files[-1], phase.subset(), source, self.categories, list_all=False)
         self.write(folder / MEMORY_FILE, {file.name: sha256_file(file) for file in files})
         return [*files, folder / MEMORY_FILE]
 
@@ -145,33 +148,32 @@ class ExemplarMemory:
                 "exemplars": objects_per_image(phase.exemplar_images),
             }
         content["hash"] = sha256_json(content)
-        with atomic_path(path) as partial:
-            partial.write_text(_render(content) + "\n", encoding="utf-8")
+        write_json(path, content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExemplarMemory:
         """Reads a memory from its folder or its file; where anything was changed, it is refused."""
         path = Path(path)
         path = path / MEMORY_FILE if path.is_dir() else path
-        mend = "restore it, or take the one that a run's select stage or `cldetr exemplars` wrote"
+        fix = "restore it, or take the one that a run's select stage or `cldetr exemplars` wrote"
         try:
             content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
             stated = content.pop("hash", None)
             if content.get("format") != FORMAT:
-                raise InputError(f"{path} is not an exemplar memory of format {FORMAT}: {mend}")
+                raise InputError(f"{path} is not an exemplar memory of format {FORMAT}: {fix}")
             if sha256_json(content) != stated:
-                raise InputError(f"the memory {path} was changed after it was written: {mend}")
+                raise InputError(f"the memory {path} was changed after it was written: {fix}")
             memory = msgspec.convert(content, cls)
             files = msgspec.convert(content.get("files"), dict[str, str])
         except OSError as error:
             raise InputError(f"the memory {path} cannot be read: {error.strerror}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InputError(f"{path} is not an exemplar memory ({error}): {mend}") from None
+            raise InputError(f"{path} is not an exemplar memory ({error}): {fix}") from None
         for name, digest in files.items():
             file = path.parent / Path(name).name
             if not file.is_file() or sha256_file(file) != digest:
                 state = "was changed after it was written" if file.exists() else "is missing"
-                raise InputError(f"{file}, a part of the memory {path}, {state}: {mend}")
+                raise InputError(f"{file}, a part of the memory {path}, {state}: {fix}")
         return memory
 
     def check(self, scenario: Scenario, data: Sources) -> None:
@@ -186,7 +188,7 @@ class ExemplarMemory:
                 f"the exemplar memory does not fit scenario {scenario.name} ({len(found)} "
                 "differences); use the one that was chosen for it, or choose exemplars again:",
                 found,
-                most=DIFFERENCES,
+                limit=DIFFERENCES,
             )
 
 
@@ -196,69 +198,23 @@ def phase_counts(scenario: Scenario, index: int, data: CocoData) -> ClassCounts:
     Crowd regions are left out: they are no training targets.
     """
     phase = scenario.phase(index)
-    label_in_data = {category.name: label for label, category in enumerate(data.categories)}
-    place = np.full(len(data.categories), -1)  # of each of the data set's labels in C_i
-    for number, label in enumerate(phase.classes):
-        place[label_in_data[scenario.categories[label].name]] = number
-    images, objects = _objects_of(data, data.numbers_of(phase.image_ids))
-    labels = place[data.labels[objects]]
+    own = [scenario.categories[label] for label in phase.classes]
+    numbers = data.indices_of(phase.image_ids)
+    lengths = np.diff(data.starts)[numbers]
+    images = np.repeat(np.arange(len(numbers)), lengths)  # (N,) the image of each object
+    shift = data.starts[numbers] - np.cumsum(lengths) + lengths
+    objects = np.arange(len(images)) + shift[images]
+    labels = label_table(data, own, range(len(own)))[data.labels[objects]]
     kept = (labels >= 0) & ~data.crowd[objects]
     return ClassCounts.from_objects(
         images[kept], labels[kept], len(phase.image_ids), len(phase.classes)
     )
 
 
-def coco_content(
-    phase: PhaseExemplars, categories: tuple[Category, ...], data: CocoData
-) -> dict[str, Any]:
-    """The exemplars of a phase in COCO's format, with the phase's classes only.
-
-    Images stand in order of choice. Category ids are the scenario's: those of the annotation file,
-    unless the phases come from separate files.
-    """
-    own = [categories[record.label] for record in sorted(phase.classes, key=lambda r: r.label)]
-    id_of = {category.name: category.id for category in own}
-    ids = [id_of.get(category.name) for category in data.categories]
-    numbers = data.numbers_of(phase.image_ids)
-    images, objects = _objects_of(data, numbers)
-    return {
-        "images": [
-            {
-                "id": int(data.image_ids[number]),
-                "file_name": data.file_names[number],
-                "width": int(data.widths[number]),
-                "height": int(data.heights[number]),
-            }
-            for number in numbers.tolist()
-        ],
-        "annotations": [
-            {
-                "id": int(data.object_ids[row]),
-                "image_id": phase.image_ids[image],
-                "category_id": ids[data.labels[row]],
-                "bbox": data.boxes[row].tolist(),
-                "area": float(data.areas[row]),
-                "iscrowd": int(data.crowd[row]),
-            }
-            for image, row in zip(images.tolist(), objects.tolist(), strict=True)
-            if ids[data.labels[row]] is not None
-        ],
-        "categories": [{"id": category.id, "name": category.name} for category in own],
-    }
-
-
 def objects_per_image(images: tuple[int, ...]) -> float | None:
     """Mean number of objects over the images that hold any, from images with 0, 1, 2, … objects."""
     labelled = sum(images[1:])
     return sum(n * count for n, count in enumerate(images)) / labelled if labelled else None
-
-
-def _objects_of(data: CocoData, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The objects of some images: the place of each one's image in `numbers`, and its row."""
-    lengths = np.diff(data.starts)[numbers]
-    images = np.repeat(np.arange(len(numbers)), lengths)
-    within = np.arange(len(images)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    return images, data.starts[numbers][images] + within
 
 
 def _scenario_differences(memory: ExemplarMemory, scenario: Scenario) -> Iterator[str]:
@@ -310,21 +266,3 @@ def _count_differences(phase: PhaseExemplars, scenario: Scenario, data: CocoData
                 f"them in exemplars; the memory says {record.objects_in_data} and "
                 f"{record.objects_in_exemplars}"
             )
-
-
-def _render(content: dict[str, Any]) -> str:
-    """JSON that people can read: one line to a small object, long lists in full lines."""
-    lines = textwrap.TextWrapper(100, initial_indent="    ", subsequent_indent="    ")
-    lines.break_on_hyphens = False  # 1e-06 is one number
-
-    def pack(match: re.Match[str]) -> str:
-        opening, inside, closing = match.groups()
-        flat = re.sub(r"\n *", " ", re.sub(r"\A\n *|\n *\Z", "", inside))
-        if len(flat) < 90:
-            return opening + flat + closing
-        return f"[\n{lines.fill(flat)}\n   ]" if opening == "[" else match[0]
-
-    text = json.dumps(content, indent=1, allow_nan=False, ensure_ascii=False)
-    # A bracket at the end of a line is never inside a string, where a line break is written "\n".
-    text = re.sub(r'(\[)(\n[^][{}"]*)(\])', pack, text)
-    return re.sub(r"(\{)(\n[^][{}]*)(\})", pack, text)

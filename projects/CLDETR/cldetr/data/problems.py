@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from cldetr.errors import InputError
 
 SHOWN = 10  # entries named per kind of problem; the rest is counted
 
-# kind → (what is wrong, how to mend it)
+# kind → (what is wrong, how to fix it)
 KINDS = {
     "not an object": ("entries are no objects", "write each entry as {…}"),
     "missing key": ("entries lack a key", "add it to each of them"),
@@ -55,7 +56,7 @@ KINDS = {
     "bad area": ("annotations have an area that is no finite number ≥ 0", "correct or omit it"),
     "bad box": (
         "boxes are not [x, y, width, height] with finite numbers and sizes ≥ 0",
-        "correct them, or leave them out and count them (bad_boxes='drop', --bad-boxes drop)",
+        "correct them, or drop and count them (bad_boxes='drop', --bad-boxes drop)",
     ),
 }
 
@@ -64,38 +65,27 @@ class Problems:
     """Counts problems by kind and remembers where the first of each are."""
 
     def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-        self._places: dict[str, list[str]] = {}
+        self._counts: Counter[str] = Counter()
+        self._where: dict[str, list[str]] = {kind: [] for kind in KINDS}
 
-    def __bool__(self) -> bool:
-        return bool(self._counts)
-
-    def add(self, kind: str, place: str) -> None:
-        """Notes one problem of a kind in `KINDS` at a place such as "annotation 7: …"."""
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        places = self._places.setdefault(kind, [])
-        if len(places) < SHOWN:
-            places.append(place)
+    def add(self, kind: str, where: str) -> None:
+        """Notes one problem of a kind in `KINDS` at an entry such as "annotation 7: …"."""
+        self.add_rows(kind, np.array([True]), lambda _: where)
 
     def add_rows(self, kind: str, wrong: np.ndarray, describe: Callable[[int], str]) -> None:
         """Notes the rows where the mask `wrong` holds; `describe` says what a row is called."""
-        rows = np.flatnonzero(wrong)
-        if len(rows):
-            self._counts[kind] = self._counts.get(kind, 0) + len(rows)
-            places = self._places.setdefault(kind, [])
-            places += [describe(int(row)) for row in rows[: SHOWN - len(places)]]
-
-    def lines(self) -> Iterable[str]:
-        """One line per kind, in the order of `KINDS`: what, how often, where, and the fix."""
-        for kind, (what, fix) in KINDS.items():
-            if count := self._counts.get(kind):
-                rest = ", …" if count > len(self._places[kind]) else ""
-                yield f"{what} ({count:,}): {', '.join(self._places[kind])}{rest}. Fix: {fix}."
+        rows = np.flatnonzero(wrong).tolist()
+        self._counts[kind] += len(rows)
+        self._where[kind] += map(describe, rows[: SHOWN - len(self._where[kind])])
 
     def stop(self, name: str) -> None:
-        """Raises one error with all problems, if there are any."""
-        if self:
-            total = sum(self._counts.values())
-            raise InputError.listing(
-                f"{name} has {total:,} problem{'s' if total > 1 else ''}:", list(self.lines())
-            )
+        """Raises one error, if there are problems: per kind what, how often, where, and the fix."""
+        lines = []
+        for kind, (what, fix) in KINDS.items():
+            if count := self._counts[kind]:
+                rest = ", …" if count > SHOWN else ""
+                lines.append(
+                    f"{what} ({count:,}): {', '.join(self._where[kind])}{rest}. Fix: {fix}."
+                )
+        if total := self._counts.total():
+            raise InputError.listing(f"{name} has {total:,} problem{'s' * (total > 1)}:", lines)

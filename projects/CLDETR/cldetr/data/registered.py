@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from detectron2.structures import BoxMode
 
-from cldetr.data.coco import CocoData, fields_of
+from cldetr.data.coco import CocoData
 from cldetr.data.parse import Columns
 from cldetr.data.problems import Problems
+from cldetr.data.validate import check_columns
 from cldetr.errors import InputError
-
-_REQUIRED = ("file_name", "height", "width", "image_id")
 
 
 def data_from_dicts(
     name: str,
-    dicts: Iterable[Mapping[str, Any]],
+    dicts: Sequence[Any],
     thing_classes: Sequence[str] | None,
     *,
     bad_boxes: str = "stop",
     trim: bool = True,
 ) -> CocoData:
-    """Turns Detectron2's standard dictionaries into arrays; all that is wrong makes one error.
+    """Turns Detectron2's standard dictionaries into arrays; all problems make one error.
 
     Args:
         name: of the data set.
@@ -42,55 +41,96 @@ def data_from_dicts(
             f"the data set {name!r} does not name its categories: set "
             f"MetadataCatalog.get({name!r}).thing_classes"
         )
-    entries = list(dicts)
-    wrong = [text for index, entry in enumerate(entries) for text in _problems(index, entry)]
-    if not entries:
-        wrong = ["it returns no image"]
-    if wrong:
+    problems = list(_problems(dicts, len(thing_classes))) if dicts else ["it returns no image"]
+    if problems:
         raise InputError.listing(
             f"the function registered as {name!r} does not return Detectron2's standard "
-            "dictionaries:",
-            wrong,
+            f"dictionaries ({len(problems)} problems):",
+            problems,
         )
-    columns = _columns(entries, thing_classes)
-    fields = fields_of(columns, Problems(), name, drop_bad_boxes=bad_boxes == "drop", trim=trim)
+    columns = _columns(dicts, thing_classes)
+    drop = bad_boxes == "drop"
+    fields = check_columns(columns, Problems(), name, drop_bad_boxes=drop, trim=trim)
     return CocoData(
         name=name,
         json_file=Path(name),  # what messages call it: there is no file
         image_root=Path("/"),
-        fingerprint=_digest(columns),
+        fingerprint=_fingerprint(columns),
         **fields,
     )
 
 
-def _problems(index: int, entry: Any) -> list[str]:
-    """What is wrong with the shape of one entry; values are checked with those of COCO files."""
+def _problems(dicts: Sequence[Any], categories: int) -> Iterator[str]:
+    """What is wrong with the entries' form; the values are checked with those of COCO files."""
+    image_keys = {
+        "file_name": (_is_path, "give the path of the image"),
+        "height": (_is_integer, "give it in pixels"),
+        "width": (_is_integer, "give it in pixels"),
+        "image_id": (lambda value: isinstance(value, str | int | np.integer), "give each its own"),
+        "annotations": (lambda value: isinstance(value, Sequence), "give a list"),
+    }
+    object_keys = {
+        "bbox": (
+            lambda value: np.asarray(value, dtype=np.float64).shape == (4,),
+            "give four numbers",
+        ),
+        "bbox_mode": (
+            lambda value: value in (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS),
+            "give BoxMode.XYXY_ABS or BoxMode.XYWH_ABS",
+        ),
+        "category_id": (
+            lambda value: _is_integer(value) and 0 <= value < categories,
+            f"give an index of thing_classes, 0 to {categories - 1}",
+        ),
+        "iscrowd": (lambda value: value in (0, 1), "give 0 or 1"),
+        "area": (lambda value: float(value) >= 0, "give square pixels, or omit the key"),
+    }
+    for index, entry in enumerate(dicts):
+        wrong = list(_wrong_keys(f"entry {index}", entry, {"annotations": []}, image_keys))
+        yield from wrong
+        if not wrong:
+            for i, annotation in enumerate(entry.get("annotations", ())):
+                where = f"entry {index}, annotation {i}"
+                yield from _wrong_keys(where, annotation, {"iscrowd": 0, "area": 0}, object_keys)
+
+
+def _wrong_keys(
+    where: str,
+    entry: Any,
+    defaults: Mapping[str, Any],
+    keys: Mapping[str, tuple[Callable[[Any], bool], str]],
+) -> Iterator[str]:
     if not isinstance(entry, Mapping):
-        return [f"entry {index} is a {type(entry).__name__}, not a dictionary"]
-    found = [f"entry {index} has no {key!r}" for key in _REQUIRED if key not in entry]
-    for number, annotation in enumerate(entry.get("annotations", ())):
-        where = f"annotation {number} of entry {index}"
-        if not isinstance(annotation, Mapping):
-            found.append(f"{where} is a {type(annotation).__name__}, not a dictionary")
-            continue
-        found += [
-            f"{where} has no {key!r}"
-            for key in ("bbox", "bbox_mode", "category_id")
-            if key not in annotation
-        ]
-        box = annotation.get("bbox", (0, 0, 0, 0))
-        if np.shape(box) != (4,) or not np.issubdtype(np.asarray(box).dtype, np.number):
-            found.append(f"{where} has the box {box!r}, not four numbers")
-    return found
+        yield f"{where} is of type {type(entry).__name__}: return a dictionary"
+        return
+    values = {**defaults, **entry}
+    for key, (is_valid, fix) in keys.items():
+        if key not in values:
+            yield f"{where} has no {key!r}: {fix}"
+        elif not _holds(is_valid, values[key]):
+            yield f"{where}: {key!r} is {str(values[key])[:60]!r}: {fix}"
 
 
-def _columns(entries: Sequence[Mapping[str, Any]], thing_classes: Sequence[str]) -> Columns:
-    ids = [entry["image_id"] for entry in entries]
-    if not all(isinstance(each, (int, np.integer)) for each in ids) or len({*ids}) < len(ids):
-        ids = list(range(1, len(ids) + 1))  # Pascal VOC has texts
+def _holds(is_valid: Callable[[Any], bool], value: Any) -> bool:
+    try:
+        return bool(is_valid(value))
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and os.fspath(value) != ""
+
+
+def _columns(dicts: Sequence[Mapping[str, Any]], thing_classes: Sequence[str]) -> Columns:
+    ids = _image_ids([entry["image_id"] for entry in dicts])
     rows = [
         (image, annotation)
-        for image, entry in zip(ids, entries, strict=True)
+        for image, entry in zip(ids, dicts, strict=True)
         for annotation in entry.get("annotations", ())
     ]
     boxes = [
@@ -103,11 +143,11 @@ def _columns(entries: Sequence[Mapping[str, Any]], thing_classes: Sequence[str])
 
     return Columns(
         category_ids=list(range(1, len(thing_classes) + 1)),
-        category_names=[str(each) for each in thing_classes],
+        category_names=[str(name) for name in thing_classes],
         image_ids=integers(ids),
-        file_names=[os.path.abspath(entry["file_name"]).lstrip("/") for entry in entries],
-        widths=integers(entry["width"] for entry in entries),
-        heights=integers(entry["height"] for entry in entries),
+        file_names=[os.path.abspath(entry["file_name"]).lstrip("/") for entry in dicts],
+        widths=integers(entry["width"] for entry in dicts),
+        heights=integers(entry["height"] for entry in dicts),
         object_ids=np.arange(1, len(rows) + 1),
         object_images=integers(image for image, _ in rows),
         object_categories=integers(row["category_id"] for _, row in rows) + 1,
@@ -118,8 +158,16 @@ def _columns(entries: Sequence[Mapping[str, Any]], thing_classes: Sequence[str])
     )
 
 
-def _digest(columns: Columns) -> str:
-    """A digest of the content, in place of that of a file."""
+def _image_ids(ids: Sequence[Any]) -> list[int]:
+    """Image ids as integers: Pascal VOC has texts, "000005" or "2007_000027"."""
+    try:
+        return np.array([int(image_id) for image_id in ids], dtype=np.int64).tolist()
+    except (ValueError, OverflowError):
+        return list(range(1, len(ids) + 1))
+
+
+def _fingerprint(columns: Columns) -> str:
+    """A digest of the content, as a file has one."""
     digest = hashlib.sha256()
     for value in vars(columns).values():
         digest.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())

@@ -280,7 +280,7 @@ def _generate(paths: ShapesPaths, options: ShapesOptions) -> None:
                 "annotations": annotations,
                 "categories": categories,
             }
-            write_json(paths.annotations(split), content, indent=None)
+            write_json(paths.annotations(split), content, pretty=False)
     write_json(paths.root / MARKER, _marker(paths, options))
 
 
