@@ -10,14 +10,12 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cldetr.layers.build import cuda_recipe
-from cldetr.layers.cuda_toolkit import find_cuda_toolkit
+from cldetr.layers.build import cuda_options, find_cuda_toolkit, run_load
 
 TYPES = {"f": "float32", "d": "float64", "N3c104HalfE": "float16", "N3c108BFloat16E": "bfloat16"}
 
@@ -60,17 +58,12 @@ def main() -> int:
     if isinstance(toolkit, str):
         print(f"cannot compile the kernels: {toolkit}", file=sys.stderr)
         return 2
-    recipe = cuda_recipe(toolkit, extra_flags=("-Xptxas=-v",))
-    source = next(path for path in recipe.flags if path.suffix == ".cu")
+    options, environment = cuda_options(toolkit, extra_flags=("-Xptxas=-v",))
     with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder) / "kernels.o"
-        command = [*recipe.compiler, *recipe.flags[source], "-c", str(source), "-o", str(target)]
-        result = subprocess.run(
-            command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True
-        )
-    usages = parse(result.stdout)
-    if result.returncode != 0 or not usages:
-        print(result.stdout, file=sys.stderr)
+        status, output = run_load("cuda", options, environment, Path(folder))
+    usages = parse(output)
+    if status != 0 or not usages:
+        print(output, file=sys.stderr)
         return 2
     if args.json:
         for usage in usages:

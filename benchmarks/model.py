@@ -37,7 +37,7 @@ from torch.utils.flop_counter import flop_registry
 
 import cldetr
 from cldetr.engine.heap import keep_freed_memory
-from cldetr.layers.libraries import op_backends
+from cldetr.layers.libraries import load_libraries
 from cldetr.modeling import DeformableDETR
 from cldetr.modeling.config import add_model_config
 from cldetr.modeling.structures import ImageBatch, Target
@@ -207,7 +207,7 @@ def main() -> None:
             "python": platform.python_version(),
         },
         "cpus": os.cpu_count(),
-        "compiled_op": op_backends()["cpu"].loaded,
+        "compiled_op": load_libraries()["cpu"].loaded,
         "memory_mb": compare_memory(args),
         **compare_speed(contest, args.repeat),
     }

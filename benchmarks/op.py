@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import cldetr
-from cldetr.layers.libraries import op_backends
+from cldetr.layers.libraries import load_libraries
 from cldetr.layers.ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 
 SIDES = {"ours": ms_deform_attn, "grid_sample": ms_deform_attn_reference}
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--memory-of", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    backend = op_backends()["cpu"]
+    backend = load_libraries()["cpu"]
     if not backend.loaded:
         print(f"the compiled op is not there: {backend.reason}", file=sys.stderr)
         return 2

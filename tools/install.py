@@ -148,7 +148,7 @@ def build_operators() -> bool:
         Whether all is done: True also without a compiler, where nothing can be tried.
     """
     compilers = [os.environ.get("CXX"), "c++", "g++", "clang++"]
-    if not any(name and shutil.which(shlex.split(name)[0]) for name in compilers):
+    if not any(name and shutil.which(name) for name in compilers):
         say(
             "WARNING: no C++ compiler found. Everything works with the plain PyTorch operators, "
             "only slower. Install g++ or clang++, then: cldetr build"

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.autograd import gradcheck
 
-from cldetr.layers.libraries import SWITCH, op_backends
+from cldetr.layers.libraries import SWITCH, load_libraries
 from cldetr.layers.ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 
 from .attention_inputs import gradients, make_inputs, with_grad
@@ -191,7 +191,7 @@ def test_points_outside_count_nothing():
 
 
 def test_nan_location_gives_nan_in_its_own_query_and_head():
-    if not op_backends()["cpu"].loaded:
+    if not load_libraries()["cpu"].loaded:
         pytest.skip("grid_sample takes NaN for a corner")
     value, shapes, locations, weights = make_inputs()
     locations[1, 4, 2, 0, 1, 0] = math.nan
@@ -356,8 +356,8 @@ def test_the_op_is_whole_without_the_compiled_library():
 
 
 def test_kernels_for_processors_without_avx2_are_right():
-    if not op_backends()["cpu"].loaded:
-        pytest.skip(f"the CPU library: {op_backends()['cpu'].reason}")
+    if not load_libraries()["cpu"].loaded:
+        pytest.skip(f"the CPU library: {load_libraries()['cpu'].reason}")
     _rerun("ATEN_CPU_CAPABILITY", "default", f"{NUMERICS} or threads or rounding or batch_holds")
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cldetr.layers.build import build_libraries, cuda_recipe
-from cldetr.layers.cuda_toolkit import find_cuda_toolkit
-from cldetr.layers.libraries import SOURCE_DIR, library_path, op_backends
+from cldetr.layers import build
+from cldetr.layers.build import BuildError, build_libraries, cuda_options, find_cuda_toolkit
+from cldetr.layers.libraries import SOURCE_DIR, built_libraries, load_libraries
 from cldetr.layers.ms_deform_attn import ms_deform_attn, ms_deform_attn_reference
 
 from .attention_inputs import gradients, make_inputs
@@ -152,11 +152,11 @@ def toolkit():
 
 def test_cuda_library_compiles_links_and_loads(toolkit, tmp_path, monkeypatch):
     """Takes the library that is installed if it is current, else builds one for a single GPU."""
-    folder = op_backends()["cuda"].path.parent
-    if not op_backends()["cuda"].loaded:
-        folder = tmp_path
+    library = load_libraries()["cuda"].path
+    if library is None:
         monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
-        build_libraries(cuda="on", directory=folder)
+        build_libraries(cuda="on", directory=tmp_path)
+        (library,) = built_libraries("cuda", tmp_path)
     code = (
         "import sys, torch\n"
         "torch.ops.load_library(sys.argv[1])\n"
@@ -165,28 +165,24 @@ def test_cuda_library_compiles_links_and_loads(toolkit, tmp_path, monkeypatch):
     )
     # Declared in Python, so the op must exist before its kernels can be asked for.
     code = "import cldetr.layers.ms_deform_attn\n" + code
-    command = [sys.executable, "-W", "ignore", "-c", code, str(library_path("cuda", folder))]
+    command = [sys.executable, "-W", "ignore", "-c", code, str(library)]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
 
 
-def test_architectures_come_from_the_environment(toolkit, monkeypatch):
-    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
-    chosen = find_cuda_toolkit()
-    flags = next(iter(cuda_recipe(chosen).flags.values()))
-    assert [flag for flag in flags if flag.startswith("-gencode")] == [
-        "-gencode=arch=compute_80,code=sm_80",
-        "-gencode=arch=compute_90,code=sm_90",
-        "-gencode=arch=compute_90,code=compute_90",
-    ]
+def test_architecture_that_does_not_exist_is_named(toolkit, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.5")
+    options = cuda_options(find_cuda_toolkit())
+    with pytest.raises(BuildError, match=r"Unknown CUDA arch \(8\.5\)"):
+        build._build("cuda", *options, force=False, directory=tmp_path)
 
 
 @pytest.fixture
 def gpu():
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    if not op_backends()["cuda"].loaded:
-        pytest.skip(f"the CUDA library: {op_backends()['cuda'].reason}")
+    if not load_libraries()["cuda"].loaded:
+        pytest.skip(f"the CUDA library: {load_libraries()['cuda'].reason}")
     return torch.device("cuda")
 
 

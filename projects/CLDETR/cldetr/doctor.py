@@ -171,19 +171,19 @@ def _detectron2() -> Finding:
 
 def _operators(torch: ModuleType) -> Iterator[Finding]:
     """Reports the compiled operators; plain PyTorch ones stand in for those that are not there."""
-    from cldetr.layers.cuda_toolkit import find_cuda_toolkit
-    from cldetr.layers.libraries import op_backends
+    from cldetr.layers.build import find_cuda_toolkit
+    from cldetr.layers.libraries import load_libraries
 
-    cpu, cuda = (op_backends()[name] for name in ("cpu", "cuda"))
+    cpu, cuda = (load_libraries()[name] for name in ("cpu", "cuda"))
     if cpu.loaded:
-        yield Finding("operators, CPU", "ok", f"compiled with {cpu.built_with}")
+        yield Finding("operators, CPU", "ok", "compiled")
     else:
         text = f"plain PyTorch, much slower: the compiled library is {cpu.reason}"
         yield Finding("operators, CPU", "warn", text, "`cldetr build` (needs g++ or clang++)")
     if not torch.version.cuda:
         return
     toolkit = find_cuda_toolkit()
-    nvcc = toolkit if isinstance(toolkit, str) else f"nvcc {toolkit.version} at {toolkit.nvcc}"
+    nvcc = toolkit if isinstance(toolkit, str) else f"nvcc {toolkit.version} of {toolkit.home}"
     if cuda.loaded:
         yield Finding("operators, CUDA", "ok", f"compiled; {nvcc}")
     elif torch.cuda.is_available():

@@ -14,7 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cuda",
         choices=("auto", "on", "off"),
         default="auto",
-        help="build for GPUs where torch and nvcc allow it (auto), insist on it, or leave it out; "
+        help="build for GPUs where torch and nvcc allow it (auto), insist on it, or skip it; "
         "TORCH_CUDA_ARCH_LIST chooses the architectures",
     )
     parser.add_argument("--force", action="store_true", help="compile everything again")

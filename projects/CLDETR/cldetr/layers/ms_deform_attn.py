@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cldetr.layers.libraries import load_libraries, op_backends
+from cldetr.layers.libraries import load_libraries
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def _check_inputs(
 
 @functools.cache
 def _tell_reference_is_used(device: str) -> None:
-    backend = op_backends().get(device)
+    backend = load_libraries().get(device)
     reason = backend.reason if backend else f"there is no kernel for {device}"
     logger.warning("ms_deform_attn on %s runs its slower PyTorch formulation: %s", device, reason)
 

@@ -6,13 +6,13 @@
 
 #include <cstdint>
 
-#if defined(__AVX2__)
+#if defined(CLDETR_AVX2)
 #include <immintrin.h>
 #endif
 
 namespace cldetr::CLDETR_ISA {
 
-#if defined(__AVX2__)
+#if defined(CLDETR_AVX2)
 constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
@@ -69,7 +69,7 @@ inline void sum_lanes(T* to, bool add, Vector<T> a, Vector<T> b, Vector<T> c, Ve
   for (int i = 0; i < 4; ++i) to[i] = add ? to[i] + sums[i] : sums[i];
 }
 
-#if defined(__AVX2__)
+#if defined(CLDETR_AVX2)
 // The compiler does not find the horizontal additions by itself.
 template <>
 inline void sum_lanes<float>(float* to, bool add, Vector<float> a, Vector<float> b,
