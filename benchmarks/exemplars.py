@@ -16,15 +16,12 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 
 from cldetr.data.counts import ClassCounts, kl_curve
 from cldetr.data.exemplars import select_random
-from cldetr.data.greedy_kl import Objective, choose_greedily, compiled_is_loaded
-from cldetr.layers.libraries import load_libraries
+from cldetr.data.greedy_kl import Objective, choose_greedily
 
 
 def draw_counts(images: int, seed: int = 0) -> ClassCounts:
@@ -75,16 +72,11 @@ class DenseGreedy:
         return best, float(scores[best] - scores[unlike].max()), seconds
 
 
-def choose(counts: ClassCounts, number: int, way: str) -> np.ndarray:
-    """Our choice, all preparation included."""
-    return choose_greedily(Objective.classes(counts), number, way == "compiled")
-
-
-def timed(run: Callable[[], np.ndarray]) -> tuple[np.ndarray, float]:
-    """The result of `run` and the process time it took."""
+def choose(counts: ClassCounts, number: int) -> tuple[np.ndarray, float]:
+    """Our choice and its seconds, all preparation included."""
     start = time.process_time()
-    result = run()
-    return result, time.process_time() - start
+    chosen = choose_greedily(Objective.classes(counts), number)
+    return chosen, time.process_time() - start
 
 
 def main() -> None:
@@ -96,31 +88,22 @@ def main() -> None:
     parser.add_argument("--dense-steps", type=int, default=40)
     args = parser.parse_args()
 
-    load_libraries()
     counts = draw_counts(args.images)
     number = round(args.images * args.budget)
-    ways = ["numpy"] + ["compiled"] * compiled_is_loaded()
-    if "compiled" not in ways:
-        print("the operators are not compiled (`cldetr build`): only NumPy is timed")
-    seconds: dict[str, list[float]] = {way: [] for way in [*ways, "dense"]}
-    chosen: dict[str, np.ndarray] = {}
     dense = DenseGreedy(counts)
-    agreed, leads = 0, []
-
-    for way in ways:
-        chosen[way] = choose(counts, number, way)
-    reference = chosen[ways[0]]
-    covered = int(np.isfinite(kl_curve(counts, reference)).argmax()) + 1
+    chosen, _ = choose(counts, number)
+    covered = int(np.isfinite(kl_curve(counts, chosen)).argmax()) + 1
     steps = np.linspace(covered, number - 1, args.dense_steps).astype(int)
+    seconds: dict[str, list[float]] = {"ours": [], "dense": []}
+    agreed, leads = 0, []
     for part in np.array_split(steps, args.rounds):  # alternating
-        for way in ways:
-            again, spent = timed(partial(choose, counts, number, way))
-            assert (again == chosen[way]).all()
-            seconds[way].append(spent)
+        again, spent = choose(counts, number)
+        assert (again == chosen).all()
+        seconds["ours"].append(spent)
         for step in part:
-            best, lead, spent = dense.step(reference[:step])
+            best, lead, spent = dense.step(chosen[:step])
             seconds["dense"].append(spent)
-            agreed += best == reference[step]
+            agreed += best == chosen[step]
             leads.append(lead)
 
     medians = {way: statistics.median(spent) for way, spent in seconds.items()}
@@ -132,15 +115,14 @@ def main() -> None:
         "choices": number,
         "seconds": {way: round(value, 3) for way, value in medians.items()},
         "dense": f"extrapolated from {len(steps)} steps",
-        "times_faster": {way: round(medians["dense"] / medians[way]) for way in ways},
+        "times_faster": round(medians["dense"] / medians["ours"]),
         "dense_choices_equal": f"{agreed} of {len(steps)}",
         "least_lead": min(leads),
-        "ways_equal": all((chosen[way] == reference).all() for way in ways),
-        "kl": float(kl_curve(counts, reference)[-1]),
+        "kl": float(kl_curve(counts, chosen)[-1]),
         "kl_random": float(select_random(counts, number).kl[-1]),
         "objects_per_labelled_image": {
             "data": round(float(sizes[sizes > 0].mean()), 2),
-            "exemplars": round(float(sizes[reference].mean()), 2),
+            "exemplars": round(float(sizes[chosen].mean()), 2),
         },
     }
     print(f"{'way':10} {'seconds':>9} {'times faster':>13}")

@@ -27,7 +27,6 @@ from cldetr.data.memory import (
     phase_counts,
 )
 from cldetr.errors import InputError
-from cldetr.layers.libraries import load_libraries
 from cldetr.scenario import make_scenario
 
 
@@ -60,7 +59,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Chooses, prints how well the choice matches the data, and writes it."""
     strategy = find_strategy(args.strategy)
-    load_libraries()  # the greedy choice uses its compiled loop where it is built
     data = load_coco(args.annotations, args.image_root or Path(args.annotations).parent)
     classes = args.classes or [category.id for category in data.categories]
     known = {str(category.id) for category in data.categories}

@@ -130,6 +130,14 @@ def register_views(
     return names
 
 
+def unregister_views(prefix: str) -> None:
+    """Removes all views of a prefix, those of an earlier start in this process."""
+    for name in DatasetCatalog.list():
+        if name.startswith(f"cldetr/{prefix}/"):
+            DatasetCatalog.remove(name)
+            MetadataCatalog.remove(name)
+
+
 def register_exemplars(
     scenario: Scenario,
     train: Mapping[str, CocoData],

@@ -24,7 +24,7 @@ from cldetr.errors import InputError
 
 @dataclass(frozen=True)
 class Selection:
-    """The chosen images, by their places in the phase's image order, in order of choice."""
+    """The chosen images, by index in the phase's image order, in order of choice."""
 
     indices: np.ndarray  # (R,) int64
     kl: np.ndarray  # (R,) KL(p_D ‖ p_E) after each choice; inf while a class is missing
@@ -43,7 +43,6 @@ class Context:
 
     seed: int = 0  # of the strategies that draw
     features: ObjectFeatures | None = None  # herding
-    compiled: bool | None = None  # the greedy choice's loop; None: where it is loaded
     progress: Callable[[int], object] | None = None  # called with the number of new choices
 
 
@@ -210,7 +209,7 @@ def _select_greedily(
     counts: ClassCounts, budget: float, context: Context, objective: Objective, note: str
 ) -> Selection:
     number = resolve_budget(budget, counts.num_images)
-    chosen = choose_greedily(objective, number, context.compiled, context.progress)
+    chosen = choose_greedily(objective, number, context.progress)
     return _finish(counts, chosen, number, note)
 
 

@@ -1,30 +1,30 @@
-"""Greedy exemplar choice by class distribution (Algorithm 2, Eq. 6): exact, and quick at COCO size.
+"""Greedy exemplar selection by class distribution (Algorithm 2, Eq. 6): exact, seconds on COCO.
 
 Each step adds the image e that maximises Eq. 6,
 
     Σ_c p_D(c) log p_{E∪e}(c) = Σ_c p_D(c) log(E_c + k_c) − log(T + n),
 
 where E_c counts the objects of class c among the exemplars, T = Σ_c E_c, and e holds k_c objects of
-class c and n in all. That is the image that minimises KL(p_D ‖ p_{E∪e}). What the paper leaves open
-is settled so:
+class c and n in all. That is the image that minimises KL(p_D ‖ p_{E∪e}). Where the paper leaves a
+choice:
 
 *Classes not yet covered* make every sum −∞. The rule is the limit of additive smoothing, E_c + ε
 with ε → 0: compare first the share p_D of the classes that stay uncovered (less is better), then
 the finite part of the sum. No constant has to be chosen.
 
-*Images without a label of the phase* leave p_E as it is. Read to the letter, Eq. 6 prefers them as
-soon as every labelled image makes the match slightly worse, and fills the memory with images that
-show nothing. They are no candidates: `exemplars` takes them when no labelled image is left.
+*Images without a label of the phase* do not change p_E. Taken literally, Eq. 6 prefers them as soon
+as every labelled image makes the match slightly worse, and fills the memory with images that show
+nothing. They are not candidates: `exemplars` adds them when no labelled image is left.
 
-*Ties* go to the image that stands first in the phase's order. Floating-point sums only shortlist
-the candidates that their rounding could confuse; 60 digits decide between those, so that the
-choice depends neither on the order of summation nor on the machine.
+*Ties* go to the first image in the phase's order. Floating-point sums only shortlist the candidates
+that rounding could confuse; 60 digits decide between those, so that the choice depends neither on
+the order of summation nor on the machine.
 
 *The divergence may rise*: Algorithm 2 adds R_i images whatever they do to it, and so do we.
 
-What makes it quick: images with the same counts are one candidate; the score relative to the
-present state, Σ_c p_D(c) log1p(k_c / E_c) − log1p(n / T), changes in its first term only for
-candidates that share a class with the last choice; and candidates stand in order of n, so that the
+Three things make it fast: images with the same counts are one candidate; the score relative to the
+current state, Σ_c p_D(c) log1p(k_c / E_c) − log1p(n / T), changes in its first term only for
+candidates that share a class with the last choice; and candidates are sorted by n, so that the
 second term is subtracted once per n and not once per candidate.
 
 Shape shorthand: I images, C classes, G candidates, S distinct sizes n.
@@ -38,7 +38,6 @@ from decimal import Context, Decimal, localcontext
 from functools import lru_cache
 
 import numpy as np
-import torch
 
 from cldetr.data.counts import ClassCounts
 
@@ -46,7 +45,6 @@ _DIGITS = Context(prec=60)
 _EQUAL = Decimal("1e-30")  # relative to the scale: far below any difference met, far above rounding
 _UNIT = 2.0**-53  # the relative rounding error of one float64 operation
 _REFRESH = 1024  # updates of the gains between two fresh sums, so that rounding cannot pile up
-_AT_ONCE = 256  # choices per call of the compiled loop: between calls progress is shown
 
 
 @dataclass(frozen=True)
@@ -96,9 +94,9 @@ class Objective:
 
 
 def instance_bins(instances: np.ndarray) -> np.ndarray:
-    """Sorts numbers of objects into bins 1, 2, 3, 4–5, 6–7, 8–11, 12–15, 16–23, …: two a doubling.
+    """Bins numbers of objects into 1, 2, 3, 4–5, 6–7, 8–11, 12–15, 16–23, …: two bins per doubling.
 
-    They widen where images become few, since each bin has to be met by some exemplar.
+    Bins are wide where images are few, because every bin needs an exemplar.
     """
     power = np.log2(instances).astype(np.int64)
     upper_half = instances >= np.left_shift(3, np.maximum(power - 1, 0))
@@ -106,38 +104,31 @@ def instance_bins(instances: np.ndarray) -> np.ndarray:
 
 
 def choose_greedily(
-    objective: Objective,
-    number: int,
-    compiled: bool | None = None,
-    progress: Callable[[int], object] | None = None,
+    objective: Objective, number: int, progress: Callable[[int], object] | None = None
 ) -> np.ndarray:
     """Chooses labelled images one by one, each the best next one for `objective`.
 
     Args:
         objective: what to maximise.
         number: how many to choose; all labelled images when there are fewer.
-        compiled: whether to use the compiled operators; None: where they are loaded.
-        progress: called with the number of images chosen since its last call.
+        progress: called with 1 after each choice.
 
     Returns:
-        Places of the chosen images in order of choice, (R,).
+        Indices of the chosen images in order of choice, (R,).
     """
     chosen = np.empty(min(number, int(np.count_nonzero(objective.sizes))), np.int64)
-    greedy = _Greedy(objective, compiled_is_loaded() if compiled is None else compiled)
-    done = 0
-    while done < len(chosen):
-        places = greedy.advance(min(len(chosen) - done, _AT_ONCE))
-        chosen[done : done + len(places)] = places
-        done += len(places)
+    greedy = _Greedy(objective)
+    for step in range(len(chosen)):
+        chosen[step] = greedy.take_best()
         if progress:
-            progress(len(places))
+            progress(1)
     return chosen
 
 
 class _Greedy:
     """The state of a greedy choice: what is held, and what each candidate would add."""
 
-    def __init__(self, objective: Objective, compiled: bool) -> None:
+    def __init__(self, objective: Objective) -> None:
         self.scale = objective.scale
         self.shares = objective.weights  # integers, over the scale
         self.weights = objective.weights / max(objective.scale, 1)  # w
@@ -148,25 +139,22 @@ class _Greedy:
         self.held = np.zeros(objective.counts.num_classes, np.int64)  # E
         self.total = 0  # T
         self.gain = np.full(len(self.left), -np.inf)  # (G,) Σ_c w_c log1p(k_c / E_c)
-        self.top_gain = np.inf  # when the gains were last summed
+        self.max_gain = np.inf  # when the gains were last summed
         self.updates = _REFRESH  # of the gains since then
-        self.holders = _Holders(self.rows)
-        self.run = self._compiled_run() if compiled else None
+        self.columns = _Columns(self.rows)
 
-    def advance(self, limit: int) -> list[int]:
-        """Takes the best next image, or the best next few up to `limit`; returns their places."""
+    def take_best(self) -> int:
+        """Takes the best next image and returns its index."""
         uncovered = (self.held == 0) & (self.shares > 0)
         if uncovered.any():
             shortlist = self._shortlist_covering(uncovered)
         else:
             if self.updates >= _REFRESH:
                 self._sum_gains()
-            if self.run and (candidates := self.run(limit)):
-                return [self.queues[candidate].pop() for candidate in candidates]
             shortlist = self._shortlist()
         best = int(shortlist[0]) if len(shortlist) == 1 else self._settle(shortlist)
         self._hold(best)
-        return [self.queues[best].pop()]
+        return self.queues[best].pop()
 
     def _shortlist_covering(self, uncovered: np.ndarray) -> np.ndarray:
         """Candidates that may be best while some class has no exemplar: at most C times."""
@@ -185,7 +173,7 @@ class _Greedy:
         terms = self.weights[columns] * np.log1p(self.rows.counts / self.held[columns])
         sums = np.add.reduceat(terms, self.rows.indptr[:-1])
         self.gain[:] = np.where(self.left > 0, sums, -np.inf)
-        self.top_gain = self.gain.max()
+        self.max_gain = self.gain.max()
         self.updates = 0
 
     def _shortlist(self) -> np.ndarray:
@@ -195,7 +183,7 @@ class _Greedy:
         # Gains fall while E grows, so the highest at the last fresh sum bounds every rounding
         # since: one per term of that sum, and less than ten per update.
         roundings = len(self.held) + 8 + 10 * self.updates
-        bound = best.max() - 2 * _UNIT * (roundings * self.top_gain + 4 * penalty[-1])
+        bound = best.max() - 2 * _UNIT * (roundings * self.max_gain + 4 * penalty[-1])
         return np.concatenate(
             [
                 start + np.flatnonzero(self.gain[start:end] - penalty[size] >= bound)
@@ -205,7 +193,7 @@ class _Greedy:
         )
 
     def _settle(self, shortlist: np.ndarray) -> int:
-        """The best of a few candidates, exactly; of equal ones the one that stands first."""
+        """The best of a few candidates, exactly; of equal ones the first in the phase's order."""
         with localcontext(_DIGITS):
             scores = {candidate: self._score(candidate) for candidate in shortlist.tolist()}
             bound = max(scores.values()) - self.scale * _EQUAL
@@ -215,7 +203,7 @@ class _Greedy:
             )
 
     def _score(self, candidate: int) -> Decimal:
-        """The objective times its scale, relative to the present state, to 60 digits."""
+        """The objective times its scale, relative to the current state, to 60 digits."""
         score = -self.scale * _log(self.total + int(self.sizes[candidate]))
         for column, count in self._row(candidate):
             held = int(self.held[column])
@@ -223,7 +211,7 @@ class _Greedy:
         return score
 
     def _hold(self, candidate: int) -> None:
-        """Adds an image of `candidate` to what is held, and follows with the gains."""
+        """Adds an image of `candidate` to what is held, and updates the gains."""
         self.left[candidate] -= 1
         if self.left[candidate] == 0:
             self.gain[candidate] = -np.inf
@@ -232,7 +220,9 @@ class _Greedy:
             before = self.held[column]
             self.held[column] += count
             if self.updates < _REFRESH:  # else the gains are about to be summed anew
-                self.holders.add(self.gain, column, self.weights[column], before, self.held[column])
+                self.columns.update(
+                    self.gain, column, self.weights[column], before, self.held[column]
+                )
             self.updates += 1
 
     def _row(self, candidate: int) -> list[tuple[int, int]]:
@@ -241,35 +231,16 @@ class _Greedy:
         columns, counts = self.rows.labels[row].tolist(), self.rows.counts[row].tolist()
         return list(zip(columns, counts, strict=True))
 
-    def _compiled_run(self) -> Callable[[int], list[int]]:
-        """The compiled loop over this state: takes choices until `limit` or until one is close."""
-        arrays = (
-            *(self.gain, self.held, self.left, self.distinct_sizes, self.size_starts),
-            *(self.rows.indptr, self.rows.labels, self.rows.counts),
-            *(self.holders.starts, self.holders.candidates, self.holders.counts, self.weights),
-        )
-        tensors = [torch.from_numpy(array) for array in arrays]  # the same memory
 
-        def run(limit: int) -> list[int]:
-            chosen = torch.ops.cldetr.exemplar_run(
-                *tensors, self.total, self.top_gain, self.updates, _REFRESH, limit
-            ).numpy()
-            self.total += int(self.sizes[chosen].sum())
-            self.updates += int(np.diff(self.rows.indptr)[chosen].sum())
-            return chosen.tolist()
-
-        return run
-
-
-class _Holders:
-    """Which candidates hold each column, and how many of it: the transpose of their rows."""
+class _Columns:
+    """The transpose of the candidates' counts: who holds each column, and how many."""
 
     def __init__(self, rows: ClassCounts) -> None:
         by_column = rows.transpose()
         self.starts, self.candidates = by_column.indptr, by_column.labels
         self.counts = by_column.counts
         self.numbers: list[np.ndarray] = []  # 0 … the highest count of each column
-        # A column that many candidates hold (COCO's person) is quicker as a count for each of them.
+        # A column that many candidates hold (COCO's person) is faster as a count for each of them.
         self.dense: dict[int, np.ndarray] = {}
         self.buffer = np.empty(rows.num_images)
         for column in range(rows.num_classes):
@@ -280,7 +251,7 @@ class _Holders:
                 self.dense[column] = np.zeros(rows.num_images, np.int64)
                 self.dense[column][self.candidates[of_column]] = counts
 
-    def add(self, gain: np.ndarray, column: int, weight: float, before: int, after: int) -> None:
+    def update(self, gain: np.ndarray, column: int, weight: float, before: int, after: int) -> None:
         """Changes the gains (G,) for E_column going from `before` to `after`, in place."""
         numbers = self.numbers[column]
         change = weight * (np.log1p(numbers / after) - np.log1p(numbers / before))
@@ -297,25 +268,20 @@ def _log(number: int) -> Decimal:
 
 
 def _group(objective: Objective) -> tuple[ClassCounts, np.ndarray, list[list[int]]]:
-    """Joins labelled images with the same counts into candidates, in order of size.
+    """Groups labelled images with the same counts into candidates, sorted by size.
 
     Returns:
-        The candidates' counts (G rows), their sizes (G,), and the places of each one's images,
+        The candidates' counts (G rows), their sizes (G,), and the indices of each one's images,
         descending, so that the last is the next to take.
     """
     counts = objective.counts
     pairs = np.stack([counts.labels, counts.counts], 1).tobytes()
     ends = (counts.indptr * 16).tolist()  # a pair is two int64
     groups: dict[bytes, list[int]] = {}
-    for place in np.flatnonzero(objective.sizes)[::-1].tolist():
-        groups.setdefault(pairs[ends[place] : ends[place + 1]], []).append(place)
+    for image in np.flatnonzero(objective.sizes)[::-1].tolist():
+        groups.setdefault(pairs[ends[image] : ends[image + 1]], []).append(image)
     queues = list(groups.values())
     first = np.array([queue[-1] for queue in queues], np.int64)
     order = np.lexsort([first, objective.sizes[first]])
     first = first[order]
     return counts.take(first), objective.sizes[first], [queues[group] for group in order]
-
-
-def compiled_is_loaded() -> bool:
-    """Whether the compiled loop is at hand: `cldetr.layers` loads it where it is built."""
-    return hasattr(torch.ops.cldetr, "exemplar_run")
