@@ -1,11 +1,17 @@
 """Small COCO files for tests."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 
 from cldetr.scenario import Category
+
+# For tests marked `data`: COCO's val2017 with boxes alone, and the published class orders.
+VAL2017 = Path(os.environ.get("CLDETR_SHARED_DATA", "")) / "coco_val2017"
+VAL2017_BOXES = VAL2017 / "instances_val2017_rebuilt.json"
+VAL2017_SPLITS = VAL2017 / "coco_splits.json"
 
 
 def coco(images=3, categories=("cat", "dog", "bird"), objects=((1, 1), (1, 2), (2, 3))):

@@ -1,8 +1,6 @@
 """Scenarios: every image in its phase, every class in one, for every form and seed."""
 
 import json
-import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,13 +11,8 @@ from cldetr.data.coco import load_coco
 from cldetr.errors import InputError
 from cldetr.scenario import make_scenario, make_separate_scenario
 
-from .coco_files import Labels
+from .coco_files import VAL2017_BOXES, VAL2017_SPLITS, Labels
 
-SHARED = Path(
-    os.environ.get("CLDETR_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
-)
-VAL2017 = SHARED / "coco_val2017" / "instances_val2017_rebuilt.json"
-SPLITS = SHARED / "coco_val2017" / "coco_splits.json"
 COCO_IDS = [i for i in range(1, 91) if i not in (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)]
 
 
@@ -161,13 +154,13 @@ def test_released_orders_are_those_of_the_authors_code():
 
 
 @pytest.mark.data
-@pytest.mark.skipif(not SPLITS.exists(), reason="needs the published class orders")
+@pytest.mark.skipif(not VAL2017_SPLITS.exists(), reason="needs the published class orders")
 @pytest.mark.parametrize("name", ["40+40", "70+10", "40+20x2", "40+10x4"])
 @pytest.mark.parametrize(("key", "order"), [("erd_idorder", "id"), ("cldetr_seed123", "released")])
 def test_class_orders_are_the_published_ones(name, key, order):
-    data = load_coco(VAL2017, "images")
+    data = load_coco(VAL2017_BOXES, "images")
     made = make_scenario(name, data, order=order)
-    published = json.loads(SPLITS.read_text())[f"{key}_{name}"]
+    published = json.loads(VAL2017_SPLITS.read_text())[f"{key}_{name}"]
     for phase, expected in zip(made.phases, published, strict=True):
         categories = [data.categories[label] for label in phase.classes]
         assert [category.id for category in categories] == expected["ids"]
@@ -175,18 +168,18 @@ def test_class_orders_are_the_published_ones(name, key, order):
 
 
 @pytest.mark.data
-@pytest.mark.skipif(not VAL2017.exists(), reason="needs the boxes of val2017")
+@pytest.mark.skipif(not VAL2017_BOXES.exists(), reason="needs the boxes of val2017")
 @pytest.mark.parametrize(
     ("name", "images", "instances"),
     [("40+40", [4113, 2340], [23_969, 12_812]), ("70+10", [4801, 851], [34_421, 2_360])],
 )
 def test_traditional_protocol_has_its_check_values_on_val2017(name, images, instances):
-    data = load_coco(VAL2017, "images")
+    data = load_coco(VAL2017_BOXES, "images")
     made = make_scenario(name, data, protocol="traditional")
     assert [len(phase.image_ids) for phase in made.phases] == images
-    # Rounded to integers, one box of this file has no width: it is left out, and counted.
+    # Rounded to integers, one box of this file has no width: it is dropped, and counted.
     dropped = [category for _, _, category in data.report.dropped]
-    label = {category.id: place for place, category in enumerate(data.categories)}
+    label = {category.id: index for index, category in enumerate(data.categories)}
     every = np.concatenate([data.labels, [label[category] for category in dropped]])
     assert [np.isin(every, phase.classes).sum() for phase in made.phases] == instances
 
@@ -283,8 +276,8 @@ def test_exemplars_keep_the_classes_of_their_own_phase():
 
 def separate(*names_with_labels):
     sets = []
-    for place, (names, labels) in enumerate(names_with_labels):
-        data = Labels(len(names), labels, name=f"set {place}", first_id=1)
+    for index, (names, labels) in enumerate(names_with_labels):
+        data = Labels(len(names), labels, name=f"set {index}", first_id=1)
         data.categories = tuple(
             type(c)(c.id, name) for c, name in zip(data.categories, names, strict=True)
         )

@@ -3,23 +3,17 @@
 import contextlib
 import io
 import json
-import os
-from pathlib import Path
 
 import pytest
 from pycocotools.coco import COCO
 
 from cldetr.cli import main
 from cldetr.data.coco import load_coco
-from cldetr.data.manifest import check_source, load_manifest
+from cldetr.data.manifest import load_manifest
+from cldetr.files import sha256_file
 from cldetr.scenario import BASE
 
-from .coco_files import coco, random_coco, write
-
-SHARED = Path(
-    os.environ.get("CLDETR_SHARED_DATA", Path(__file__).resolve().parents[2] / "shared" / "data")
-)
-VAL2017 = SHARED / "coco_val2017" / "instances_val2017_rebuilt.json"
+from .coco_files import VAL2017_BOXES, coco, random_coco, write
 
 
 def split(*options):
@@ -48,8 +42,8 @@ def test_audit_counts_what_each_phase_shows_and_hides(annotations, tmp_path, pro
     content = json.loads(annotations.read_text())
     manifest = json.loads((out / "manifest.json").read_text())
     audit = json.loads((out / "audit.json").read_text())
-    data = load_coco(annotations, tmp_path)
-    check_source(load_manifest(out / "manifest.json"), BASE, data)
+    fingerprints = load_manifest(out / "manifest.json").fingerprints
+    assert fingerprints == ((BASE, sha256_file(annotations)),)
     old: list[str] = []
     phases = manifest["phases"]
     for number, (phase, found) in enumerate(zip(phases, audit["phases"], strict=True)):
@@ -182,7 +176,7 @@ def test_phases_and_orders_are_taken_by_name(annotations, tmp_path):
         (["--phases-from", "A", "A"], "are the same file"),
     ],
 )
-def test_what_the_user_can_mend_is_told_without_a_traceback(annotations, capsys, options, message):
+def test_what_the_user_can_fix_is_told_without_a_traceback(annotations, capsys, options, message):
     options = [annotations if option == "A" else option for option in options]
     assert split(*options) == 2
     error = capsys.readouterr().err
@@ -208,10 +202,10 @@ def test_classes_without_instances_are_named(tmp_path, capsys):
 
 
 @pytest.mark.data
-@pytest.mark.skipif(not VAL2017.exists(), reason="needs the boxes of val2017")
+@pytest.mark.skipif(not VAL2017_BOXES.exists(), reason="needs the boxes of val2017")
 def test_val2017_has_its_check_values(tmp_path):
     options = ["--scenario", "70+10", "--protocol", "traditional", "--order", "id"]
-    assert split("--annotations", VAL2017, *options, "--out", tmp_path) == 0
+    assert split("--annotations", VAL2017_BOXES, *options, "--out", tmp_path) == 0
     audit = json.loads((tmp_path / "audit.json").read_text())
     assert [phase["images"] for phase in audit["phases"]] == [4801, 851]
-    assert [p["instances"] + p["left_out"] for p in audit["phases"]] == [34_421, 2_360]
+    assert [p["instances"] + p["dropped"] for p in audit["phases"]] == [34_421, 2_360]

@@ -1,6 +1,3 @@
-import os
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -24,9 +21,7 @@ from cldetr.data.memory import phase_counts
 from cldetr.errors import InputError
 from cldetr.scenario import make_scenario
 
-DATA = Path(
-    os.environ.get("CLDETR_SHARED_DATA", Path(__file__).parents[2].parent / "shared" / "data")
-)
+from ..coco_files import VAL2017_BOXES
 
 
 @pytest.mark.parametrize(
@@ -194,9 +189,9 @@ def test_herding_without_features_is_refused():
 
 
 @pytest.mark.data
-@pytest.mark.skipif(not DATA.is_dir(), reason="no shared data")
+@pytest.mark.skipif(not VAL2017_BOXES.exists(), reason="needs the boxes of val2017")
 def test_kl_matches_the_distribution_of_coco_val2017_far_better_than_chance():
-    data = load_coco(DATA / "coco_val2017" / "instances_val2017_rebuilt.json", DATA)
+    data = load_coco(VAL2017_BOXES, "images")
     counts = phase_counts(make_scenario("70+10", data, order="id"), 1, data)
     matched, joint, by_chance = (
         strategy(counts, 0.1) for strategy in (select_kl, select_kl_and_instances, select_random)

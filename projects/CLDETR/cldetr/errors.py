@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import traceback
 from collections.abc import Sequence
 
 
@@ -18,3 +20,21 @@ class InputError(ValueError):
         if len(problems) > limit:
             lines.append(f"  … and {len(problems) - limit} more")
         return cls("\n".join(lines))
+
+
+def blame(error: BaseException) -> str:
+    """Says in which class and line of the user's own code an error was raised; empty if in none.
+
+    That is the outermost call on its way that is not of this project or of what it stands on.
+    """
+    known = {"cldetr", "detectron2", "torch", "fvcore", "iopath", *sys.stdlib_module_names}
+    known.discard("__main__")
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in known:
+            owner = frame.f_locals.get("self", frame.f_locals.get("cls"))
+            cls = owner if isinstance(owner, type) else type(owner)
+            name = (
+                frame.f_code.co_name if owner is None else f"{cls.__name__}.{frame.f_code.co_name}"
+            )
+            return f"{name} ({frame.f_code.co_filename}:{line})"
+    return ""

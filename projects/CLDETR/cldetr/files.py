@@ -8,10 +8,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from cldetr.errors import InputError
 
@@ -96,6 +98,39 @@ def write_json(path: str | os.PathLike[str], content: Any, pretty: bool = True) 
     """Writes `content` as JSON, atomically, in short lines or all in one. NaN is refused."""
     with atomic_path(path) as partial:
         partial.write_text((_pretty if pretty else _flat)(content) + "\n", encoding="utf-8")
+
+
+def write_sealed(path: str | os.PathLike[str], content: Mapping[str, Any]) -> str:
+    """Writes a JSON object with the digest of its content as `hash`, and returns that."""
+    digest = sha256_json(content)
+    write_json(path, {**content, "hash": digest})
+    return digest
+
+
+def read_sealed(path: str | os.PathLike[str], kind: str, format: int, fix: str) -> dict[str, Any]:
+    """Reads what `write_sealed` wrote, without the `hash`; what was changed since is refused.
+
+    Args:
+        path: of the file.
+        kind: what messages call it, "manifest" for example.
+        format: what its key `format` must be.
+        fix: what to do when it is damaged, for the message.
+    """
+    try:
+        content = msgspec.json.decode(Path(path).read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise InputError(f"the {kind} {path} cannot be read: {error.strerror}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InputError(f"{path} is not a valid {kind} ({error}): {fix}") from None
+    if content.get("format") != format:
+        raise InputError(
+            f"the {kind} {path} has format {content.get('format')!r}, this version of cldetr reads "
+            f"{format}: use the version that wrote it, or {fix}"
+        )
+    digest = content.pop("hash", None)
+    if sha256_json(content) != digest:
+        raise InputError(f"the {kind} {path} was changed after it was written: {fix}")
+    return content
 
 
 def sha256_file(path: str | os.PathLike[str]) -> str:

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--bad-boxes",
         choices=("stop", "drop"),
         default="stop",
-        help="stop at boxes that make no sense, or leave them out and count them",
+        help="stop at boxes that make no sense, or drop and count them",
     )
     how = parser.add_argument_group("how to divide it")
     how.add_argument(
@@ -184,8 +184,8 @@ def _findings(scenario: Scenario, audit: Mapping[str, Any]) -> Iterator[str]:
             f"{phase['images_with_hidden']:,} images ({hidden['old']:,} of old classes, "
             f"{hidden['future']:,} of later{never})"
         )
-        if phase["left_out"]:
-            yield f"  phase {phase['index']}: boxes left out at loading: {phase['left_out']:,}"
+        if phase["dropped"]:
+            yield f"  phase {phase['index']}: boxes dropped at loading: {phase['dropped']:,}"
     absent = [
         f"{entry['class']} (phase {entry['phase']})" for entry in audit["classes_without_instances"]
     ]

@@ -22,7 +22,7 @@ def audit_scenario(scenario: Scenario, data: Mapping[str, CocoData]) -> dict[str
     Returns:
         Plain values for JSON. `phases`: per phase the images, those with an object of its classes
         (`annotated`) and without (`empty`), `instances` (crowd regions included), `crowd`, boxes
-        `left_out` at loading, objects `hidden` because their class is old, comes later or is never
+        `dropped` at loading, objects `hidden` because their class is old, comes later or is never
         learnt, and `instances_per_class`. `overlap`: images that two phases share, by file.
         `unused_images`: images of the data sets that are in no phase. `classes_without_instances`:
         learnt classes that their phase has no object of.
@@ -80,7 +80,7 @@ def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, 
         "empty": len(phase.image_ids) - annotated,
         "instances": int(own.sum()),
         "crowd": int((own & data.crowd).sum()),
-        "left_out": _left_out(scenario, phase, data),
+        "dropped": _dropped(scenario, phase, data),
         "hidden": {
             "old": hidden_old,
             "future": hidden_future,
@@ -93,8 +93,8 @@ def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, 
     }
 
 
-def _left_out(scenario: Scenario, phase: Phase, data: CocoData) -> int:
-    """How many boxes of the phase the loader left out."""
+def _dropped(scenario: Scenario, phase: Phase, data: CocoData) -> int:
+    """How many boxes of the phase the loader dropped."""
     if data.report is None or not data.report.dropped:
         return 0
     names = {scenario.categories[label].name for label in phase.classes}

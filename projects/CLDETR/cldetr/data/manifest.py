@@ -1,44 +1,37 @@
-"""Manifests: a scenario written down, so that a run can prove which data it saw.
+"""Manifests: a scenario as a file, so that a run can prove which data it saw.
 
-The file is plain JSON. Its `hash` covers all the rest in canonical form, so any later change is
-noticed; its fingerprints tie it to the content of the annotation files.
+The file is plain JSON. Its `hash` covers all the rest, so any later change is noticed; its
+fingerprints tie it to the content of the annotation files.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterable
-from pathlib import Path
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from cldetr.errors import InputError
-from cldetr.files import sha256_json, write_json
-from cldetr.scenario import BASE, Annotations, Category, Phase, Protocol, Scenario
+from cldetr.files import read_sealed, sha256_json, write_sealed
+from cldetr.scenario import Category, Phase, Protocol, Scenario
 
 FORMAT = 1
-DIFFERENCES = 10  # named in a message; the rest is counted
+_MAX_LISTED = 10  # differences named in a message; the rest is counted
+_FIX = "take the one that `cldetr split` or the run wrote, or make it again with `cldetr split`"
 
 
-class _Category(msgspec.Struct, forbid_unknown_fields=True):
-    id: int
-    name: str
+class _Source(msgspec.Struct):
+    source: str
+    fingerprint: str
 
 
-class _Phase(msgspec.Struct, forbid_unknown_fields=True):
+class _Phase(msgspec.Struct):
     index: int
     source: str
     classes: list[str]
     class_ids: list[int]
     image_ids: list[int]
-
-
-class _Source(msgspec.Struct, forbid_unknown_fields=True):
-    source: str
-    fingerprint: str
 
 
 class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
@@ -49,89 +42,62 @@ class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
     class_seed: int | None
     data_seed: int | None
     data: list[_Source]
-    categories: list[_Category]
+    categories: list[Category]
     phases: list[_Phase]
-    hash: str
 
 
 def manifest_content(scenario: Scenario) -> dict[str, Any]:
-    """The manifest of a scenario as plain values, with its hash."""
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "name": scenario.name,
-        "protocol": scenario.protocol,
-        "order": scenario.order,
-        "class_seed": scenario.class_seed,
-        "data_seed": scenario.data_seed,
-        "data": [
-            {"source": source, "fingerprint": fingerprint}
-            for source, fingerprint in scenario.fingerprints
-        ],
-        "categories": [
-            {"id": category.id, "name": category.name} for category in scenario.categories
-        ],
-        "phases": [
-            {
-                "index": phase.index,
-                "source": phase.source,
-                "classes": [scenario.categories[label].name for label in phase.classes],
-                "class_ids": [scenario.categories[label].id for label in phase.classes],
-                "image_ids": list(phase.image_ids),
-            }
+    """The manifest of a scenario as plain values, without its hash."""
+    manifest = _Manifest(
+        format=FORMAT,
+        name=scenario.name,
+        protocol=scenario.protocol,
+        order=scenario.order,
+        class_seed=scenario.class_seed,
+        data_seed=scenario.data_seed,
+        data=[_Source(*pair) for pair in scenario.fingerprints],
+        categories=list(scenario.categories),
+        phases=[
+            _Phase(
+                phase.index,
+                phase.source,
+                [scenario.categories[label].name for label in phase.classes],
+                [scenario.categories[label].id for label in phase.classes],
+                list(phase.image_ids),
+            )
             for phase in scenario.phases
         ],
-    }
-    return {**content, "hash": sha256_json(content)}
+    )
+    return dict(msgspec.to_builtins(manifest))
 
 
 def scenario_hash(scenario: Scenario) -> str:
     """The hash that the scenario's manifest carries."""
-    return str(manifest_content(scenario)["hash"])
+    return sha256_json(manifest_content(scenario))
 
 
 def save_manifest(scenario: Scenario, path: str | os.PathLike[str]) -> str:
     """Writes a scenario's manifest, atomically, and returns its hash."""
-    content = manifest_content(scenario)
-    write_json(path, content)
-    return str(content["hash"])
+    return write_sealed(path, manifest_content(scenario))
 
 
 def load_manifest(path: str | os.PathLike[str]) -> Scenario:
     """Reads a manifest; one that was changed, cut off or contradicts itself is refused."""
     try:
-        text = Path(path).read_bytes()
-    except OSError as error:
-        raise InputError(f"the manifest {path} cannot be read: {error.strerror}") from None
-    try:
-        version = msgspec.json.decode(text, type=dict[str, msgspec.Raw]).get("format")
-        if version is not None and bytes(version) != str(FORMAT).encode():
-            raise InputError(
-                f"the manifest {path} has format {bytes(version).decode()[:20]}, this version of "
-                f"cldetr reads {FORMAT}: use the version that wrote it, or make it again"
-            )
-        manifest = msgspec.json.decode(text, type=_Manifest)
-        content = msgspec.to_builtins(manifest)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(
-            f"{path} is not a manifest ({error}): take the one that `cldetr split` or the run wrote"
-        ) from None
-    stated = content.pop("hash")
-    if sha256_json(content) != stated:
-        raise InputError(
-            f"the manifest {path} was changed after it was written (its hash does not match): "
-            "restore it, or make the scenario again with `cldetr split`"
-        )
+        manifest = msgspec.convert(read_sealed(path, "manifest", FORMAT, _FIX), _Manifest)
+    except msgspec.ValidationError as error:
+        raise InputError(f"{path} is not a valid manifest ({error}): {_FIX}") from None
     if problems := _contradictions(manifest):
         raise InputError.listing(f"the manifest {path} contradicts itself:", problems)
-    label = {category.name: place for place, category in enumerate(manifest.categories)}
+    labels = {category.name: label for label, category in enumerate(manifest.categories)}
     return Scenario(
         name=manifest.name,
         protocol=manifest.protocol,
-        categories=tuple(Category(category.id, category.name) for category in manifest.categories),
+        categories=tuple(manifest.categories),
         phases=tuple(
             Phase(
                 phase.index,
-                tuple(label[name] for name in phase.classes),
+                tuple(labels[name] for name in phase.classes),
                 tuple(phase.image_ids),
                 phase.source,
             )
@@ -144,17 +110,6 @@ def load_manifest(path: str | os.PathLike[str]) -> Scenario:
     )
 
 
-def check_source(scenario: Scenario, source: str, data: Annotations) -> None:
-    """Stops where one of a scenario's data sets is not the one that it was made from."""
-    if found := list(_data_differences(scenario, source, data)):
-        raise InputError.listing(
-            f"scenario {scenario.name} was made from other data ({len(found)} differences); give "
-            "the annotation file that it was made from, or make it again:",
-            found,
-            limit=DIFFERENCES,
-        )
-
-
 def differences(expected: Scenario, found: Scenario) -> list[str]:
     """Says in which ways two scenarios differ, the most telling first; none if they are equal."""
     lines = []
@@ -162,10 +117,10 @@ def differences(expected: Scenario, found: Scenario) -> list[str]:
         before, now = getattr(expected, key), getattr(found, key)
         if before != now:
             lines.append(f"{key}: {before!r} → {now!r}")
-    for label, (before, now) in enumerate(_pairs(expected.categories, found.categories)):
+    for label, (before, now) in enumerate(zip_longest(expected.categories, found.categories)):
         if before != now:
             lines.append(f"label {label}: {_named(before)} → {_named(now)}")
-    for index, (before, now) in enumerate(_pairs(expected.phases, found.phases), start=1):
+    for index, (before, now) in enumerate(zip_longest(expected.phases, found.phases), start=1):
         if before is None or now is None:
             lines.append(f"phase {index}: {'new' if before is None else 'gone'}")
             continue
@@ -184,68 +139,45 @@ def differences(expected: Scenario, found: Scenario) -> list[str]:
 def check_same(expected: Scenario, found: Scenario, what: str) -> None:
     """Stops where `found` is not the scenario `expected`; `what` names the two, for the message."""
     if lines := differences(expected, found):
-        raise InputError.listing(f"{what} differ:", lines, limit=DIFFERENCES)
-
-
-def _data_differences(scenario: Scenario, source: str, data: Annotations) -> Iterable[str]:
-    fingerprint = dict(scenario.fingerprints).get(source)
-    if fingerprint is None:
-        yield f"data set {source!r} is not in the scenario"
-    elif data.fingerprint != fingerprint:
-        yield (
-            f"{data.name}: the annotation file's content is {data.fingerprint[:12]}…, it was "
-            f"{fingerprint[:12]}…"
-        )
-    if source == BASE:
-        for label, (before, now) in enumerate(_pairs(scenario.categories, data.categories)):
-            if before != now:
-                yield f"{data.name}: label {label} is {_named(now)}, it was {_named(before)}"
-    phases = [phase for phase in scenario.phases if phase.source == source]
-    names = {category.name for category in data.categories}
-    known = np.append(np.sort(data.image_ids), -1)  # the last one catches ids beyond all
-    for phase in phases:
-        for label in phase.classes:
-            if scenario.categories[label].name not in names:
-                yield f"{data.name}: no category {scenario.categories[label].name!r}"
-        ids = np.array(phase.image_ids, dtype=np.int64)
-        for image in ids[known[np.searchsorted(known[:-1], ids)] != ids].tolist():
-            yield f"{data.name}: image {image} of phase {phase.index} is not in the file"
+        raise InputError.listing(f"{what} differ:", lines, limit=_MAX_LISTED)
 
 
 def _contradictions(manifest: _Manifest) -> list[str]:
     ids = {category.name: category.id for category in manifest.categories}
     sources = [source.source for source in manifest.data]
     problems = []
-    if len(ids) < len(manifest.categories) or len(set(ids.values())) < len(ids):
-        problems.append("categories are named or numbered twice")
-    if len(set(sources)) < len(sources):
+    if len(ids) < len(manifest.categories) or _repeats(list(ids.values())):
+        problems.append("category names or ids are used twice")
+    if _repeats(sources):
         problems.append("a data set is listed twice")
     if not manifest.phases:
         problems.append("there is no phase")
-    learnt: dict[str, int] = {}
-    shown: dict[tuple[str, int], int] = {}
-    for place, phase in enumerate(manifest.phases, start=1):
-        if phase.index != place:
-            problems.append(f"phase {phase.index} stands where phase {place} should")
+    first_class: dict[str, int] = {}
+    first_image: dict[tuple[str, int], int] = {}
+    for index, phase in enumerate(manifest.phases, start=1):
+        if phase.index != index:
+            problems.append(f"phase {phase.index} is where phase {index} should be")
         if phase.source not in sources:
-            problems.append(f"phase {place} is of the data set {phase.source!r}, not listed")
+            problems.append(f"phase {index} is of the data set {phase.source!r}, not listed")
         if [ids.get(name) for name in phase.classes] != phase.class_ids or not phase.classes:
-            problems.append(f"phase {place}: classes and class_ids do not fit the categories")
+            problems.append(f"phase {index}: classes and class_ids do not fit the categories")
         if not phase.image_ids:
-            problems.append(f"phase {place} has no image")
-        if len(set(phase.image_ids)) < len(phase.image_ids):
-            problems.append(f"phase {place} has an image twice")
+            problems.append(f"phase {index} has no image")
+        if _repeats(phase.image_ids):
+            problems.append(f"phase {index} has an image twice")
+        if _repeats(phase.classes):
+            problems.append(f"phase {index} has a class twice")
         for name in phase.classes:
-            if learnt.setdefault(name, place) != place:
-                problems.append(f"class {name!r} is in phases {learnt[name]} and {place}")
-        if len(set(phase.classes)) < len(phase.classes):
-            problems.append(f"phase {place} has a class twice")
-        if manifest.protocol == "strict":
-            for image in phase.image_ids:
-                first = shown.setdefault((phase.source, image), place)
-                if first != place:
-                    problems.append(f"image {image} is in phases {first} and {place}")
+            if (first := first_class.setdefault(name, index)) != index:
+                problems.append(f"class {name!r} is in phases {first} and {index}")
+        for image in phase.image_ids if manifest.protocol == "strict" else ():
+            if (first := first_image.setdefault((phase.source, image), index)) != index:
+                problems.append(f"image {image} is in phases {first} and {index}")
     return problems
+
+
+def _repeats(values: list[Any]) -> bool:
+    return len(set(values)) < len(values)
 
 
 def _set_difference(before: tuple[Any, ...], now: tuple[Any, ...], what: str) -> str:
@@ -259,10 +191,6 @@ def _set_difference(before: tuple[Any, ...], now: tuple[Any, ...], what: str) ->
 
 def _names(scenario: Scenario, labels: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(scenario.categories[label].name for label in labels)
-
-
-def _pairs(before: tuple[Any, ...], now: tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
-    return itertools.zip_longest(before, now)
 
 
 def _named(category: Category | None) -> str:

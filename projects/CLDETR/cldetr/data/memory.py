@@ -15,7 +15,6 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,7 +24,7 @@ from cldetr.data.counts import ClassCounts
 from cldetr.data.exemplars import Selection
 from cldetr.data.export import write_subset
 from cldetr.errors import InputError
-from cldetr.files import sha256_file, sha256_json, write_json
+from cldetr.files import read_sealed, sha256_file, write_sealed
 from cldetr.scenario import BASE, AnnotatedSubset, Category, Scenario
 
 FORMAT = 1
@@ -147,8 +146,7 @@ class ExemplarMemory:
                 "data": objects_per_image(phase.data_images),
                 "exemplars": objects_per_image(phase.exemplar_images),
             }
-        content["hash"] = sha256_json(content)
-        write_json(path, content)
+        write_sealed(path, content)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> ExemplarMemory:
@@ -156,19 +154,12 @@ class ExemplarMemory:
         path = Path(path)
         path = path / MEMORY_FILE if path.is_dir() else path
         fix = "restore it, or take the one that a run's select stage or `cldetr exemplars` wrote"
+        content = read_sealed(path, "exemplar memory", FORMAT, fix)
         try:
-            content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-            stated = content.pop("hash", None)
-            if content.get("format") != FORMAT:
-                raise InputError(f"{path} is not an exemplar memory of format {FORMAT}: {fix}")
-            if sha256_json(content) != stated:
-                raise InputError(f"the memory {path} was changed after it was written: {fix}")
             memory = msgspec.convert(content, cls)
             files = msgspec.convert(content.get("files"), dict[str, str])
-        except OSError as error:
-            raise InputError(f"the memory {path} cannot be read: {error.strerror}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InputError(f"{path} is not an exemplar memory ({error}): {fix}") from None
+        except msgspec.ValidationError as error:
+            raise InputError(f"{path} is not a valid exemplar memory ({error}): {fix}") from None
         for name, digest in files.items():
             file = path.parent / Path(name).name
             if not file.is_file() or sha256_file(file) != digest:
