@@ -36,7 +36,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import cldetr
-from cldetr.engine.heap import keep_freed_memory
+from cldetr.layers.cpu import keep_freed_memory
 from cldetr.layers.libraries import load_libraries
 from cldetr.modeling import DeformableDETR
 from cldetr.modeling.config import add_model_config

@@ -3,8 +3,8 @@ import torch
 from detectron2.layers import FrozenBatchNorm2d
 from detectron2.modeling.backbone.resnet import BasicStem, ResNet
 
+from cldetr.layers.cpu import can_fold, folded_features
 from cldetr.modeling import make_small_resnet
-from cldetr.modeling.folded_resnet import can_fold, folded_features
 
 
 def resnet(depth, norm="FrozenBN", freeze_at=2):

@@ -22,10 +22,10 @@ from detectron2.config import CfgNode
 from detectron2.utils import comm
 from detectron2.utils.logger import setup_logger
 
-from cldetr.engine.heap import keep_freed_memory
 from cldetr.engine.ranks import Interrupted
 from cldetr.errors import InputError
 from cldetr.files import DISK_ERRORS, disk_error
+from cldetr.layers.cpu import keep_freed_memory
 
 Main = Callable[..., Any]
 

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from cldetr.layers.cpu import add_dropout, feed_forward
 from cldetr.layers.deform_attn import MSDeformAttn
-from cldetr.layers.dropout import add_dropout
-from cldetr.layers.feed_forward import feed_forward
 from cldetr.layers.position import sine_embedding, sine_position_map
 from cldetr.modeling.levels import Levels
 

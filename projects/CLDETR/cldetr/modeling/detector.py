@@ -18,9 +18,9 @@ from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_xyxy_to_cxcywh
+from cldetr.layers.cpu import can_fold, folded_features
 from cldetr.modeling.classification import Classification
 from cldetr.modeling.criterion import SetCriterion
-from cldetr.modeling.folded_resnet import can_fold, folded_features
 from cldetr.modeling.levels import (
     Extractor,
     Levels,

@@ -12,7 +12,7 @@ from detectron2.modeling import BACKBONE_REGISTRY
 from detectron2.modeling.backbone.resnet import BasicBlock, BasicStem, ResNet
 from torch import Tensor, nn
 
-from cldetr.layers.pooling import stem_pool
+from cldetr.layers.cpu import stem_pool
 
 
 def make_small_resnet(
