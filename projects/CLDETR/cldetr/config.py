@@ -123,6 +123,7 @@ _UNUSED = {
     "SOLVER.MAX_ITER": ("set SCHEDULE.FIRST, TRAIN and CALIBRATE (EPOCHS, MAX_STEPS)", None),
     "SOLVER.STEPS": ("set SCHEDULE.FIRST, TRAIN and CALIBRATE (DROPS)", None),
     "SOLVER.REFERENCE_WORLD_SIZE": ("IMS_PER_BATCH is divided among the processes", None),
+    "SOLVER.NUM_DECAYS": ("set SCHEDULE.FIRST, TRAIN and CALIBRATE (DROPS)", "build_lr_scheduler"),
     "SOLVER.MOMENTUM": (_ADAMW, "build_optimizer"),
     "SOLVER.NESTEROV": (_ADAMW, "build_optimizer"),
     "DATALOADER.ASPECT_RATIO_GROUPING": (_LOADER, "build_train_loader"),
@@ -150,6 +151,8 @@ _UNUSED = {
     "STAGE.PHASE": ("the trainer sets it for each stage", None),
     "STAGE.NAME": ("the trainer sets it for each stage", None),
 }
+# Detectron2's third, WarmupStepWithFixedGammaLR, fails after the last step of a training.
+_LR_SCHEDULES = ("WarmupMultiStepLR", "WarmupCosineLR")
 
 
 @functools.cache
@@ -198,6 +201,18 @@ def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
         problems.append("SEED must be at least 0: every run is reproducible")
     if cfg.INPUT.CROP.ENABLED and cfg.INPUT.CROP.TYPE != "absolute_range":
         problems.append(f"INPUT.CROP.TYPE takes absolute_range, not {cfg.INPUT.CROP.TYPE!r}")
+    name = cfg.SOLVER.LR_SCHEDULER_NAME
+    if name not in _LR_SCHEDULES and "build_lr_scheduler" not in overridden:
+        problems.append(
+            f"SOLVER.LR_SCHEDULER_NAME takes {' or '.join(_LR_SCHEDULES)}, not {name!r}: override "
+            "build_lr_scheduler for another"
+        )
+    clip = cfg.SOLVER.CLIP_GRADIENTS
+    if clip.ENABLED and clip.CLIP_TYPE not in (("norm",) if clip.FULL_MODEL else ("norm", "value")):
+        problems.append(
+            "SOLVER.CLIP_GRADIENTS.CLIP_TYPE takes norm, or with FULL_MODEL False norm or value, "
+            f"not {clip.CLIP_TYPE!r}"
+        )
     if cfg.SOLVER.AMP.DTYPE not in ("bfloat16", "float16"):
         problems.append(f"SOLVER.AMP.DTYPE takes bfloat16 or float16, not {cfg.SOLVER.AMP.DTYPE!r}")
     if problems:

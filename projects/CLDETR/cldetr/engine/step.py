@@ -146,13 +146,9 @@ def clip_gradients(parameters: Sequence[nn.Parameter], clip: CfgNode) -> Tensor:
     if clip.ENABLED and not clip.FULL_MODEL:  # parameter by parameter, as Detectron2 does
         if clip.CLIP_TYPE == "value":
             nn.utils.clip_grad_value_(parameters, clip.CLIP_VALUE)
-        elif clip.CLIP_TYPE == "norm":
+        else:
             for parameter in parameters:
                 nn.utils.clip_grad_norm_(parameter, clip.CLIP_VALUE, clip.NORM_TYPE)
-        else:
-            raise InputError(
-                f"SOLVER.CLIP_GRADIENTS.CLIP_TYPE is value or norm, not {clip.CLIP_TYPE!r}"
-            )
     return norm
 
 

@@ -48,7 +48,7 @@ from cldetr.engine.stages import (
 )
 from cldetr.engine.step import StageTrainer, build_optimizer
 from cldetr.engine.teacher_cache import cache_teacher_predictions
-from cldetr.errors import InputError
+from cldetr.errors import InputError, blame
 from cldetr.evaluation.evaluator import IncrementalEvaluator, to_plain, to_scalars
 from cldetr.evaluation.results import (
     format_matrix,
@@ -287,9 +287,13 @@ class IncrementalTrainer(TrainerBase):
                 for phase in self.data.scenario.phases:
                     self._train_phase(phase.index)
                 return self._summarise()
-            except RuntimeError as error:
-                if self._stop.signum:  # it struck another process too, and this one misses it
+            except (InputError, OSError):
+                raise
+            except Exception as error:
+                if self._stop.signum and isinstance(error, RuntimeError):
+                    # The signal struck another process too, and this one misses it.
                     raise Interrupted(self._stop.signum) from error
+                self._log_failure(error)
                 raise
             finally:
                 self.cfg = self.run_cfg
@@ -577,6 +581,19 @@ class IncrementalTrainer(TrainerBase):
 
     def _evaluation_config(self, phase: int) -> CfgNode:
         return evaluation_config(self.run_cfg, phase, self.data.name("test", phase))
+
+    def _log_failure(self, error: Exception) -> None:
+        """Says where a hook, an evaluator or other code of the user's failed, and what to do."""
+        where = f"phase {self.phase}"
+        if self.cfg.STAGE.NAME:
+            where += f", {self.stage}, step {self.step}"
+        logger.error(
+            "stopped in %s by %s: %s: %s. What was saved is kept: fix it and go on with --resume",
+            where,
+            blame(error) or "a fault of this program",
+            type(error).__name__,
+            str(error).partition("\n")[0],
+        )
 
     def _metrics(self) -> dict[str, float]:
         """The metrics in the course of a stage, for the curves."""
