@@ -30,6 +30,7 @@ CAMPAIGNS = {
     "nan": "NaN in loss, gradient, teacher and weights, on any process",
     "keys": "every key of the configuration changed on resume",
     "order": "killed and resumed with 0 and 2 workers, on one and two processes",
+    "seams": "hooks, evaluators, builders and registered functions that fail",
     "ranks": "processes that die or hang, simultaneous starts",
     "price": "what safe checkpoints cost",
 }
