@@ -1,70 +1,173 @@
-"""Sweeps: what runs, what is shared and skipped, here and as jobs of a cluster."""
+"""Sweeps: what runs, what is shared, skipped and refused, here and as jobs of a cluster."""
 
 import json
+import pickle
+import shutil
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
 from cldetr.cli import main
+from cldetr.config import identity, load_config
+from cldetr.config_files import compose
 from cldetr.engine.cluster import run_on_cluster
-from cldetr.engine.sweep import Chain, Job, collect, config_names, follow, plan
+from cldetr.engine.sweep import (
+    Experiment,
+    JobGroup,
+    _slot,
+    collect,
+    first_phase_digest,
+    make_job,
+    plan,
+    run_with_dependencies,
+)
 from cldetr.errors import InputError
+from cldetr.files import sha256_json
 
 from .conftest import TINY
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+
+def experiments(*names):
+    return [Experiment(name, compose([name])) for name in names]
+
+
+def pretend_to_begin(job, first_phase_finished=False, **changes):
+    """Writes what a run directory has once its run has begun."""
+    content = {**identity(job.cfg), "MODEL.DETR.NUM_CLASSES": 80, **changes}
+    job.folder.mkdir(parents=True)
+    text = json.dumps({"identity": content, "digest": sha256_json(content)})
+    (job.folder / "identity.json").write_text(text)
+    if first_phase_finished:
+        (job.folder / "phase1/train").mkdir(parents=True)
+        (job.folder / "phase1/train/stage.json").write_text("{}")
 
 
 def test_runs_carry_their_seed_and_share_the_first_phase(tmp_path):
-    configs = [CONFIGS / "70_10.yaml", CONFIGS / "methods/lwf.yaml"]
-    chains = plan(configs, [4, 5], tmp_path, share_first=True)
-    assert len(chains) == 2
-    first, (second,) = chains[0].leader, chains[0].rest
+    groups = plan(experiments("70_10", "70_10_lwf"), [4, 5], tmp_path, share_first=True)
+    assert len(groups) == 2
+    first, (second,) = groups[0].leader, groups[0].dependents
+    assert {second.cfg.SEED, second.cfg.SCENARIO.CLASS_SEED, second.cfg.SCENARIO.DATA_SEED} == {4}
+    assert str(first.folder / "phase1/train/model.pth") == second.cfg.MODEL.DETECTOR
+    assert first.cfg.MODEL.DETECTOR == ""
     words = second.command()
-    assert words[words.index("SCENARIO.CLASS_SEED") + 1] == "4"
-    assert words[words.index("MODEL.DETECTOR") + 1] == str(first.folder / "phase1/train/model.pth")
     assert "--resume" not in words
-    second.folder.mkdir(parents=True)
-    (second.folder / "recipe.json").write_text("{}")
+    written = load_config(words[words.index("--config-file") + 1])
+    assert identity(written) == identity(second.cfg)
+    assert str(second.folder) == written.OUTPUT_DIR
+    pretend_to_begin(second)
     assert "--resume" in second.command()
-    assert "MODEL.DETECTOR" not in first.command()
 
 
 def test_first_phases_that_differ_are_not_shared(tmp_path):
-    names = ["70_10", "40_40", "methods/lwf", "methods_40_40/erd", "up_detr/70_10"]
-    configs = [CONFIGS / f"{name}.yaml" for name in names]
-    groups = [
-        [job.name for job in chain.jobs] for chain in plan(configs, [0], tmp_path, share_first=True)
-    ]
-    assert groups == [
-        ["configs-70_10", "methods-lwf"],
-        ["configs-40_40", "methods_40_40-erd"],
-        ["up_detr-70_10"],
+    names = ["70_10", "40_40", "70_10_lwf", "40_40_erd", "70_10_up_detr", "70_10_traditional"]
+    groups = plan(experiments(*names), [0], tmp_path, share_first=True)
+    assert [[job.name for job in group.jobs] for group in groups] == [
+        ["70_10", "70_10_lwf"],
+        ["40_40", "40_40_erd"],
+        ["70_10_up_detr"],
+        ["70_10_traditional"],
     ]
 
 
 def test_rows_of_unseen_classes_are_part_of_the_first_phase(tmp_path):
-    configs = [CONFIGS / "ablation/cldetr.yaml", CONFIGS / "ablation/released.yaml"]
-    assert len(plan(configs, [0], tmp_path, share_first=True)) == 2
+    pair = experiments("shapes", "ablation_released")
+    assert len(plan(pair, [0], tmp_path, share_first=True)) == 2
 
 
-def test_each_run_has_its_gpus(tmp_path):
-    (chain,) = plan([CONFIGS / "70_10.yaml"], [0], tmp_path, gpus=4)
-    words = chain.leader.command()
+def test_a_first_phase_of_an_earlier_sweep_is_taken_over(tmp_path):
+    """Whichever run of a table led before: the rows that tables share train once."""
+    (earlier,) = plan(experiments("70_10_lwf"), [0], tmp_path)
+    pretend_to_begin(earlier.leader, first_phase_finished=True)
+    groups = plan(experiments("70_10", "70_10_lwf", "40_40"), [0], tmp_path, share_first=True)
+    jobs = {job.name: job for group in groups for job in group.jobs}
+    assert str(earlier.leader.first_model) == jobs["70_10"].cfg.MODEL.DETECTOR
+    assert jobs["70_10_lwf"].cfg.MODEL.DETECTOR == ""
+    assert jobs["40_40"].cfg.MODEL.DETECTOR == ""
+
+
+def test_a_run_keeps_the_first_phase_that_it_began_with(tmp_path):
+    """Also when its folder was copied and when the next sweep shares or does not share."""
+    out = tmp_path / "out"
+    (group,) = plan(experiments("70_10", "70_10_lwf"), [0], out, share_first=True)
+    for job in group.jobs:
+        pretend_to_begin(job)
+    for folder in (out, tmp_path / "copy"):
+        if not folder.exists():
+            shutil.copytree(out, folder)
+            shutil.rmtree(out)
+        for share in (False, True):
+            groups = plan(experiments("70_10", "70_10_lwf"), [0], folder, share_first=share)
+            for job in (job for group in groups for job in group.jobs):
+                assert job.differences() == []
+
+
+def test_a_first_phase_of_another_run_is_refused(tmp_path):
+    (group,) = plan(experiments("70_10", "70_10_lwf"), [0], tmp_path, share_first=True)
+    leader, (second,) = group.leader, group.dependents
+    pretend_to_begin(leader, SEED=9)
+    pretend_to_begin(second)
+    for job in plan(experiments("70_10_lwf"), [0], tmp_path)[0].jobs:
+        assert job.differences()[0].startswith("MODEL.DETECTOR")
+
+
+def test_different_experiments_have_different_folders(tmp_path):
+    """Whatever their files are called; the seeds alone do not make another experiment."""
+    cfg = compose(["70_10"])
+    other = compose(["70_10"], ["SCENARIO.PROTOCOL", "traditional"])
+    seeded = compose(["70_10"], ["SEED", "7", "OUTPUT_DIR", "elsewhere"])
+    names = [Experiment("70_10", each).folder_name for each in (cfg, other, seeded)]
+    assert names[0] != names[1]
+    assert names[0] == names[2]
+    twice = [Experiment("70_10", cfg), Experiment("70_10", cfg.clone())]
+    assert len(plan(twice, [0], tmp_path)) == 1
+
+
+def test_a_planted_result_is_not_shown(tmp_path):
+    """A strict result in the folder of a traditional run: named with what differs, no number."""
+    (group,) = plan(experiments("70_10_traditional"), [0], tmp_path)
+    job = group.leader
+    pretend_to_begin(job, **{"SCENARIO.PROTOCOL": "strict"})
+    (job.folder / "results.json").write_text("{}")
+    found = collect([group])
+    assert found.results == {}
+    assert "SCENARIO.PROTOCOL: 'strict' there, 'traditional' here" in found.refused[0]
+    assert not job.finished
+    with pytest.raises(InputError, match="holds another run"):
+        job.run()
+    (job.folder / "identity.json").unlink()
+    assert "without the identity.json" in collect([group]).refused[0]
+
+
+def test_the_first_phase_does_not_depend_on_what_comes_later():
+    base = compose(["70_10"])
+    same = [
+        "METHOD.PSEUDO.K",
+        "3",
+        "SCHEDULE.CALIBRATE.EPOCHS",
+        "1",
+        "TEST.RESTRICT_IMAGES",
+        "True",
+    ]
+    other = [["SEED", "1"], ["SOLVER.BASE_LR", "1e-3"], ["METHOD.UNSEEN", "negative"]]
+    digest = first_phase_digest(identity(base))
+    assert first_phase_digest(identity(compose(["70_10"], same))) == digest
+    for words in other:
+        assert first_phase_digest(identity(compose(["70_10"], words))) != digest
+
+
+def test_each_run_has_its_gpus(tmp_path, monkeypatch):
+    (group,) = plan(experiments("70_10"), [0], tmp_path, gpus=4)
+    words = group.leader.command()
     assert words[words.index("--num-gpus") + 1] == "4"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")  # what a cluster allocated
+    assert _slot(1, 2, 2) == {"CUDA_VISIBLE_DEVICES": "5,7"}
 
 
-def test_equal_names_get_their_folders_before_them():
-    assert config_names([Path("x/a.yaml"), Path("y/a.yaml")]) == ["x-a", "y-a"]
-    with pytest.raises(InputError, match="different names"):
-        config_names([Path("x/a.yaml"), Path("x/a.yaml")])
-
-
-def test_runs_wait_for_their_leader_and_a_failure_stops_only_what_needs_it():
-    def job(name):
-        return Job(name, Path(f"{name}.yaml"), 0, Path(name))
-
+def test_runs_wait_for_their_leader_and_a_failure_stops_only_what_needs_it(tmp_path):
+    cfg = compose(["shapes"])
+    a, a1, a2, b, b1 = (
+        make_job(name, cfg, tmp_path / name) for name in ["a", "a1", "a2", "b", "b1"]
+    )
     done = []
 
     def execute(task):
@@ -72,11 +175,37 @@ def test_runs_wait_for_their_leader_and_a_failure_stops_only_what_needs_it():
             raise InputError("b ended with 1")
         done.append(task.name)
 
-    chains = [Chain(job("a"), (job("a1"), job("a2"))), Chain(job("b"), (job("b1"),))]
+    groups = [JobGroup(a, (a1, a2)), JobGroup(b, (b1,))]
     with ThreadPoolExecutor(2) as pool, pytest.raises(InputError, match="b ended with 1"):
-        follow(chains, lambda task: pool.submit(execute, task))
+        run_with_dependencies(groups, lambda task: pool.submit(execute, task))
     assert done[0] == "a"
     assert sorted(done) == ["a", "a1", "a2"]
+
+
+def test_up_detr_is_refused_without_its_weights(tmp_path, capsys):
+    words = ["sweep", "70_10_up_detr", "--seeds", "0", "--out", str(tmp_path)]
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert "github.com/dddzg/up-detr" in told
+    assert "cldetr convert" in told
+    assert main([*words, "--weights", "up_detr=x.pth"]) == 2
+    assert "deformable_detr_r50, deformable_detr_small, up_detr_r50" in capsys.readouterr().err
+
+
+def test_weights_are_those_of_a_detector(tmp_path, capsys):
+    weights = tmp_path / "converted.pth"
+    weights.write_bytes(b"")
+    words = ["sweep", "--table", "1", "--seeds", "0", "--out", str(tmp_path), "--table-only"]
+    assert main([*words, "--weights", f"up_detr_r50={weights}"]) == 0
+    assert f"--weights up_detr_r50={weights}" in (tmp_path / "table.md").read_text()
+    from cldetr.commands.sweep import _experiment
+
+    found = {
+        name: _experiment(name, [], {"up_detr_r50": str(weights)}).cfg.MODEL.WEIGHTS
+        for name in ("70_10_up_detr", "70_10")
+    }
+    assert found["70_10_up_detr"] == str(weights)
+    assert found["70_10"].startswith("detectron2://")
 
 
 def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(tmp_path, tiny_shapes, capsys):
@@ -90,26 +219,31 @@ def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(tmp_path, tin
     table = (out / "table.md").read_text()
     assert "| cldetr | 1 |" in table
     assert "| other | 1 |" in table
-    stage = json.loads((out / "second/seed0/phase1/train/stage.json").read_text())
-    assert stage["facts"]["given"] == str(out / "tiny/seed0/phase1/train/model.pth")
+    (tiny,), (other,) = out.glob("tiny-*/seed0"), out.glob("second-*/seed0")
+    stage = json.loads((other / "phase1/train/stage.json").read_text())
+    assert stage["facts"]["given"] == str(tiny / "phase1/train/model.pth")
     assert (out / "table.tex").read_text().startswith("\\begin{tabular}")
     assert "2 methods on 3+1" in (out / "report/index.html").read_text()
-    assert (out / "second/seed0/report/index.html").exists()  # drawn by the run itself
-    assert not (out / "tiny/seed0/report").exists()
-    before = (out / "tiny/seed0/results.json").stat().st_mtime_ns
+    assert (other / "report/index.html").exists()  # drawn by the run itself
+    assert not (tiny / "report").exists()
+    before = (tiny / "results.json").stat().st_mtime_ns
     assert main([*words, "--set", *tiny_shapes]) == 0
-    assert (out / "tiny/seed0/results.json").stat().st_mtime_ns == before
+    assert (tiny / "results.json").stat().st_mtime_ns == before
 
 
 def test_jobs_of_a_cluster_run_and_fail_by_name(tmp_path, tiny_shapes):
     pytest.importorskip("submitit")
     parameters = {"timeout_min": 5}
-    chains = plan([Path(TINY)], [0], tmp_path / "good", overrides=tiny_shapes)
-    run_on_cluster(chains, tmp_path / "good", "local", parameters)
-    assert list(collect(chains)["tiny"]) == [0]
-    wrong = [*tiny_shapes, "SCENARIO.NAME", "9+9"]
-    chains = plan([Path(TINY)], [0], tmp_path / "bad", overrides=wrong)
+    good = Experiment("tiny", load_config(TINY, tiny_shapes))
+    groups = plan([good], [0], tmp_path / "good")
+    assert identity(pickle.loads(pickle.dumps(groups[0].leader)).cfg) == identity(
+        groups[0].leader.cfg
+    )
+    run_on_cluster(groups, tmp_path / "good", "local", parameters)
+    assert list(collect(groups).results["tiny"]) == [0]
+    wrong = Experiment("tiny", load_config(TINY, [*tiny_shapes, "SCENARIO.NAME", "9+9"]))
+    groups = plan([wrong], [0], tmp_path / "bad")
     with pytest.raises(InputError, match=r"seed0.*job"):
-        run_on_cluster(chains, tmp_path / "bad", "local", parameters)
+        run_on_cluster(groups, tmp_path / "bad", "local", parameters)
     with pytest.raises(InputError, match="submitit refuses"):
-        run_on_cluster(chains, tmp_path / "bad", "local", {"slurm_patition": "gpu"})
+        run_on_cluster(groups, tmp_path / "bad", "local", {"slurm_patition": "gpu"})

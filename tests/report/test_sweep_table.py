@@ -2,11 +2,11 @@
 
 import csv
 import io
-from pathlib import Path
 
 import pytest
 
-from cldetr.engine.from_yaml import recipe_from_yaml
+from cldetr.config import check_keys, method_of, schedule_of
+from cldetr.config_files import compose
 from cldetr.errors import InputError
 from cldetr.report.paper import find_table, paper_tables
 from cldetr.report.sweep_table import (
@@ -15,11 +15,9 @@ from cldetr.report.sweep_table import (
     markdown,
     mean_interval,
     own_rows,
-    paper_rows,
+    table_rows,
     title,
 )
-
-CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def results(ap, method="m"):
@@ -58,7 +56,7 @@ def test_equal_method_names_give_way_to_the_configs():
 
 def test_the_papers_figures_stand_beside_ours():
     table = find_table("1")
-    rows = paper_rows(table, {"methods/lwf.yaml": "lwf"}, {"lwf": {0: results(25.0)}})
+    rows = table_rows(table, {"70_10_lwf": {0: results(25.0)}})
     (line,) = [line for line in markdown(rows, table.columns).splitlines() if "10, LwF" in line]
     assert line.startswith("| 70+10, LwF | 1 | 25.0 (24.5 ± 0.3) | 26.0 (36.6 ± 0.2) | – (26.7")
     assert "25.0 (24.5{\\tiny$\\pm$0.3})" in latex(rows, table.columns)
@@ -87,19 +85,33 @@ def test_an_unknown_table_lists_the_known_ones():
         find_table("9")
 
 
-def test_every_row_of_the_paper_has_a_config_that_loads():
+def test_every_row_has_a_run_that_computes_it():
     """Rows without one are those that the paper quotes on GFLv1."""
     for table in paper_tables().values():
+        assert len({row.label for row in table.rows}) == len(table.rows)
         for row in table.rows:
-            assert (row.config is None) == ("GFLv1" in row.label), row.label
-            if row.config:
-                recipe = recipe_from_yaml(str(CONFIGS / row.config))
-                for setting in ("70+10", "40+40", "40+20×2", "40+10×4"):
-                    if setting in row.label:
-                        assert recipe.scenario.name == setting.replace("×", "x")
-                    assert ("UP-DETR" in row.label) == (
-                        recipe.model.description["META_ARCHITECTURE"] == "DETR"
-                    )
+            assert (row.run is None) == ("GFLv1" in row.label), row.label
+            if row.run is None:
+                continue
+            cfg = compose([row.run])
+            check_keys(cfg)
+            for setting in ("70+10", "40+40", "40+20×2", "40+10×4"):
+                if setting in row.label:
+                    assert setting.replace("×", "x") == cfg.SCENARIO.NAME
+            assert ("UP-DETR" in row.label) == (cfg.MODEL.META_ARCHITECTURE == "DETR")
+            if table.name == "S-traditional" or "ERD's split" in row.label:
+                assert cfg.SCENARIO.PROTOCOL == "traditional"
+            elif table.name != "ablation":
+                assert cfg.SCENARIO.PROTOCOL == "strict"
+
+
+def test_our_ablation_compares_every_row_with_the_first():
+    found = {"shapes": {0: results(40.0)}, "ablation_lwf": {0: results(38.0)}}
+    rows = {row.label: row for row in table_rows(find_table("ablation"), found)}
+    assert rows["LwF"].change == (-2.0, None)
+    assert rows["CL-DETR"].change is None
+    assert rows["DKD"].change is None  # not run
+    assert all(row.change is None for row in table_rows(find_table("2"), found))
 
 
 def test_the_papers_fpp_is_the_first_phases_ap_less_the_lasts():
@@ -110,15 +122,28 @@ def test_the_papers_fpp_is_the_first_phases_ap_less_the_lasts():
             assert total == pytest.approx(43.3, abs=0.05), row.label
 
 
-def test_configs_state_what_their_tables_vary():
-    names = ["selection/k5", "selection/p03", "methods/kd_oracle", "methods/er_oracle"]
-    names += ["up_detr/70_10", "traditional/40_40_without_er"]
-    load = {f"{name}.yaml": recipe_from_yaml(str(CONFIGS / f"{name}.yaml")) for name in names}
-    assert load["selection/k5.yaml"].method.pseudo.k == 5
-    assert load["selection/p03.yaml"].method.pseudo.select == "threshold"
-    assert load["methods/kd_oracle.yaml"].method.reveal_old
-    assert load["methods/er_oracle.yaml"].method.memory.budget == 1.0
-    up_detr = load["up_detr/70_10.yaml"].schedule
+def test_runs_state_what_their_tables_vary():
+    method = {
+        name: method_of(compose([f"70_10_{name}"]))
+        for name in ("k5", "k20_exact", "p03", "kd_oracle", "er_oracle", "dkd_er", "dkd_er_random")
+    }
+    assert (method["k5"].pseudo.k, method["k5"].pseudo.foreground) == (5, 0.3)
+    assert (method["k20_exact"].pseudo.k, method["k20_exact"].pseudo.foreground) == (20, 0.0)
+    assert method["p03"].pseudo.select == "threshold"
+    assert method["kd_oracle"].reveal_old
+    assert method["er_oracle"].memory.budget == 1.0
+    assert method["dkd_er"].memory.strategy == "balanced"
+    assert method["dkd_er_random"].memory.strategy == "random"
+    up_detr = schedule_of(compose(["70_10_up_detr"]))
     assert (up_detr.train.epochs, up_detr.calibrate.epochs) == (120, 30)
-    without = load["traditional/40_40_without_er.yaml"]
-    assert (without.scenario.protocol, without.method.memory) == ("traditional", None)
+    without = compose(["40_40_traditional_dkd"])
+    assert (without.SCENARIO.PROTOCOL, method_of(without).memory) == ("traditional", None)
+
+
+def test_rows_without_calibration_train_as_long_as_the_others_in_both_steps():
+    for table in ("1", "2", "S-traditional", "S-oracles", "multi-phase"):
+        for name in find_table(table).runs():
+            cfg = compose([name])
+            schedule, method = schedule_of(cfg), method_of(cfg)
+            epochs = schedule.train.epochs + (schedule.calibrate.epochs if method.calibrate else 0)
+            assert epochs == schedule.first.epochs, name

@@ -21,6 +21,7 @@ COMMANDS = {
     "shapes": "generate the embedded data set",
     "split": "divide a data set into phases, audit and save the result",
     "exemplars": "choose the exemplars of a data set",
+    "configs": "list what each config computes, and compose new ones",
     "sweep": "run configs over several seeds and tabulate means with their confidence",
     "predict": "find objects in images with a trained detector",
     "export": "write a detector as a file that PyTorch runs without this package",

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import importlib.resources
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -59,8 +60,7 @@ def find_config(name: str) -> Path:
 @functools.cache
 def config_files() -> dict[str, Path]:
     """Every YAML config by its name; those to start come before the parts."""
-    found = [path for path in CONFIGS.glob("**/*.yaml") if path != _RUNS]
-    found += [path for path in CONFIGS.glob("*.yaml") if path != _RUNS and path not in found]
+    found = [path for path in [*CONFIGS.glob("*.yaml"), *CONFIGS.glob("*/*.yaml")] if path != _RUNS]
     found.sort(key=lambda path: (path.parent != CONFIGS, path))
     files = {path.stem: path for path in found}
     assert len(files) == len(found), "names of configs are unique over all folders"
@@ -93,12 +93,27 @@ def compose(names: Sequence[str], overrides: Sequence[str] = ()) -> CfgNode:
 
 
 def parts_of(name: str) -> list[str]:
-    """Names of all configs that one is made of, itself last."""
-    if name in named_runs():
-        bases: Sequence[str] = named_runs()[name].parts
+    """Names of all configs that a run or a file, by name or by path, is made of; itself last."""
+    run = named_runs().get(name)
+    if run is not None:
+        bases: Sequence[str] = run.parts
     else:
-        bases = _bases(find_config(name))
-    return [*(part for base in bases for part in parts_of(base)), name]
+        path = Path(name) if Path(name).is_file() else find_config(name)
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        named = content.get("_BASE_", []) if isinstance(content, Mapping) else []
+        bases = [str(path.parent / base) for base in ([named] if isinstance(named, str) else named)]
+    return [*(part for base in bases for part in parts_of(base)), Path(name).stem]
+
+
+def part_from(folder: str, name: str) -> str:
+    """The last part of a config that is of a folder, such as "detector"; "" where none is."""
+    found = [part for part in parts_of(name) if part in folder_names(folder)]
+    return found[-1] if found else ""
+
+
+def folder_names(folder: str) -> list[str]:
+    """Names of the configs in a folder, such as "detector"."""
+    return [name for name, path in config_files().items() if path.parent.name == folder]
 
 
 def dump_changes(cfg: CfgNode) -> str:
@@ -117,12 +132,9 @@ def dump_changes(cfg: CfgNode) -> str:
 
 def first_comment(path: Path) -> str:
     """What a config file says of itself: its first sentence."""
-    lines = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        if not line.startswith("#"):
-            break
-        lines.append(line.lstrip("# "))
-    return " ".join(lines).split(". ")[0].rstrip(".")
+    comment = re.match(r"(?:#.*\n)+", path.read_text(encoding="utf-8"))
+    text = " ".join(line.lstrip("# ") for line in comment[0].splitlines()) if comment else ""
+    return re.split(r"\.(?:\s+(?=[A-Z])|$)", text)[0]  # Eq. 6 does not end a sentence
 
 
 def _keys(name: str) -> dict[str, Any]:
@@ -136,13 +148,8 @@ def _keys(name: str) -> dict[str, Any]:
     return {**keys, **run.keys}
 
 
-def _bases(path: Path) -> list[str]:
-    bases = yaml.safe_load(path.read_text(encoding="utf-8")).get("_BASE_", [])
-    return [Path(base).stem for base in ([bases] if isinstance(bases, str) else bases)]
-
-
 def _unknown(name: str) -> InputError:
     known = [*config_files(), *named_runs()]
     return InputError(
-        f"no config is called {name!r}{suggest(name, known)} `cldetr configs` lists them"
+        f"no config is called {name!r}{suggest(name, known)} (`cldetr configs` lists all)"
     )

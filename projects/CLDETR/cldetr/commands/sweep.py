@@ -1,36 +1,42 @@
-"""`cldetr sweep`: configs × seeds, side by side where there is room, and their table."""
+"""`cldetr sweep`: experiments × seeds, side by side where there is room, and their table."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import platform
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 import yaml
 
+from cldetr.config import check_keys, load_config, merge_overrides
+from cldetr.config_files import compose, folder_names, part_from
 from cldetr.engine.cluster import run_on_cluster
-from cldetr.engine.sweep import collect, config_names, plan, run_here
+from cldetr.engine.initial_weights import check_weights
+from cldetr.engine.sweep import Collected, Experiment, JobGroup, collect, plan, run_here
 from cldetr.errors import InputError
 from cldetr.files import atomic_path
 from cldetr.report.comparison import write_comparison
-from cldetr.report.paper import find_table, paper_tables
+from cldetr.report.paper import PaperTable, find_table, paper_tables
 from cldetr.report.rundir import read_run
-from cldetr.report.sweep_table import COLUMNS, csv_text, latex, markdown, own_rows, paper_rows
+from cldetr.report.sweep_table import COLUMNS, csv_text, latex, markdown, own_rows, table_rows
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of the command."""
-    parser.add_argument("configs", nargs="*", type=Path, metavar="CONFIG.yaml")
+    parser.add_argument(
+        "configs",
+        nargs="*",
+        metavar="CONFIG",
+        help="YAML files, or names that `cldetr configs` lists",
+    )
     parser.add_argument(
         "--table",
         choices=list(paper_tables()),
-        help="the rows of one of the paper's tables instead of CONFIG, its figures beside them",
-    )
-    parser.add_argument(
-        "--config-root", type=Path, default=Path("configs"), metavar="DIR", help="for --table"
+        help="the rows of a table instead of CONFIG, with the paper's figures beside them",
     )
     parser.add_argument(
         "--seeds",
@@ -44,10 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--share-first",
         action="store_true",
-        help="configs with the same first phase train it once per seed",
+        help="experiments with the same first phase train it once per seed",
     )
     parser.add_argument(
-        "--gpus-per-run", type=int, metavar="N", help="default: 1 where there are GPUs"
+        "--weights",
+        nargs="+",
+        default=[],
+        metavar="DETECTOR=FILE",
+        help="initial weights of all runs of a detector, such as up_detr_r50=FILE",
+    )
+    parser.add_argument(
+        "--gpus-per-run",
+        type=int,
+        metavar="N",
+        help="default: all GPUs of the machine (with --cluster, those of gpus_per_node)",
     )
     parser.add_argument(
         "--parallel",
@@ -73,56 +89,97 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs what is not finished, prints the table and writes it as Markdown, CSV and LaTeX."""
-    paper = find_table(args.table) if args.table else None
-    if bool(args.configs) == bool(paper):
-        raise InputError("a sweep takes config files, or one of the paper's tables by --table")
-    configs = paper.configs(args.config_root) if paper else args.configs
+    table = find_table(args.table) if args.table else None
+    if bool(args.configs) == bool(table):
+        raise InputError("a sweep takes configs, or a table by --table")
+    weights = _weights(args.weights)
+    experiments = [
+        _experiment(name, args.set, weights) for name in (table.runs() if table else args.configs)
+    ]
+    parameters = _job_parameters(args.job)
     devices = torch.cuda.device_count()
-    gpus = min(devices, 1) if args.gpus_per_run is None else args.gpus_per_run
-    chains = plan(
-        configs,
-        args.seeds,
-        args.out,
-        share_first=args.share_first,
-        overrides=args.set,
-        gpus=gpus,
-    )
+    gpus = args.gpus_per_run
+    if gpus is None:
+        gpus = int(str(parameters.get("gpus_per_node", devices))) if args.cluster else devices
+    groups = plan(experiments, args.seeds, args.out, share_first=args.share_first, gpus=gpus)
+    room = devices // gpus if gpus else 1
+    if not (room or args.parallel or args.cluster or args.table_only):
+        raise InputError(f"a run wants {gpus} GPUs, this machine has {devices}")
     try:
-        if args.cluster and not args.table_only:
-            run_on_cluster(chains, args.out, args.cluster, _job_parameters(args.job))
-        elif not args.table_only:
-            room = devices // gpus if gpus else 1
-            if args.parallel is None and not room:
-                raise InputError(f"a run wants {gpus} GPUs, this machine has {devices}")
-            run_here(chains, args.parallel or room)
+        if not args.table_only:
+            _check_weights(groups)
+            if args.cluster:
+                run_on_cluster(groups, args.out, args.cluster, parameters)
+            else:
+                run_here(groups, args.parallel or room)
     finally:  # also with a run that failed: the table of the others
-        found = collect(chains)
-        names = config_names(configs)
-        found = {name: found[name] for name in names if name in found}
-        if paper:
-            by_file = {
-                row.config: names[configs.index(args.config_root / row.config)]
-                for row in paper.rows
-                if row.config
-            }
-            rows, columns = paper_rows(paper, by_file, found), paper.columns
-            heading = f"{paper.title}. In brackets: the paper's figures.\n\n"
-        else:
-            rows, columns, heading = own_rows(found), COLUMNS, ""
-        table = markdown(rows, columns)
-        for suffix, text in {
-            "md": heading + table + "\n" + _provenance(args),
-            "csv": csv_text(rows, columns),
-            "tex": latex(rows, columns),
-        }.items():
-            with atomic_path(args.out / f"table.{suffix}") as partial:
-                partial.write_text(text, encoding="utf-8")
-        print(heading + table)
-    if found:
-        folders = [job.folder for chain in chains for job in chain.jobs if job.finished]
-        page = write_comparison([read_run(folder) for folder in folders], args.out / "report")
-        print(f"\nThe runs side by side: {page}")
+        found = collect(groups)
+        _write_table(args, table, found)
+    if found.results:
+        _write_page(groups, args.out)
     return 0
+
+
+def _experiment(name: str, overrides: Sequence[str], weights: dict[str, str]) -> Experiment:
+    """A config by its path or name, with the overrides of the sweep."""
+    is_file = Path(name).is_file()
+    cfg = load_config(name) if is_file else compose([name])
+    detector = "" if name.endswith(".py") else part_from("detector", name)
+    if detector in weights:
+        cfg.MODEL.WEIGHTS = weights[detector]
+    merge_overrides(cfg, overrides)
+    check_keys(cfg)
+    return Experiment(Path(name).stem if is_file else name, cfg)
+
+
+def _weights(words: Sequence[str]) -> dict[str, str]:
+    """`DETECTOR=FILE` words as weights by detector."""
+    weights = {}
+    for word in words:
+        detector, equals, path = word.partition("=")
+        if not equals or detector not in folder_names("detector"):
+            raise InputError(
+                f"--weights takes DETECTOR=FILE words, not {word!r}; the detectors are "
+                f"{', '.join(folder_names('detector'))}"
+            )
+        check_weights(path)
+        weights[detector] = path
+    return weights
+
+
+def _check_weights(groups: Sequence[JobGroup]) -> None:
+    """Refuses missing weights before anything is trained; finished runs do not need them."""
+    for job in (job for group in groups for job in group.jobs):
+        if not job.finished:
+            check_weights(job.cfg.MODEL.WEIGHTS)
+
+
+def _write_table(args: argparse.Namespace, table: PaperTable | None, found: Collected) -> None:
+    """Prints the table and writes it; of runs of another experiment it gives no numbers."""
+    if table:
+        rows, columns = table_rows(table, found.results), table.columns
+        figures = any(row.figures for row in table.rows)
+        heading = table.title + ". In brackets: the paper's figures." * figures + "\n\n"
+    else:
+        rows, columns, heading = own_rows(found.results), COLUMNS, ""
+    text = heading + markdown(rows, columns)
+    if found.refused:
+        text += "\nNot shown, because the directory holds another run than the row's:\n\n"
+        text += "".join(f"- {line}\n" for line in found.refused)
+    for suffix, content in {
+        "md": text + "\n" + _provenance(args),
+        "csv": csv_text(rows, columns),
+        "tex": latex(rows, columns),
+    }.items():
+        with atomic_path(args.out / f"table.{suffix}") as partial:
+            partial.write_text(content, encoding="utf-8")
+    print(text)
+
+
+def _write_page(groups: Sequence[JobGroup], out: Path) -> None:
+    folders = [job.folder for group in groups for job in group.jobs if job.finished]
+    page = write_comparison([read_run(folder) for folder in folders], out / "report")
+    print(f"\nThe runs side by side: {page}")
 
 
 def _job_parameters(words: list[str]) -> dict[str, object]:
@@ -143,6 +200,7 @@ def _provenance(args: argparse.Namespace) -> str:
         *([f"--table {args.table}"] if args.table else map(str, args.configs)),
         *("--seeds", *map(str, args.seeds)),
         *(["--share-first"] if args.share_first else []),
+        *(["--weights", *args.weights] if args.weights else []),
         *(["--set", *args.set] if args.set else []),
     ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("cldetr", "torch", "numpy"))

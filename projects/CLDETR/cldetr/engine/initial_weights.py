@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,23 @@ from cldetr.scenario import Scenario
 
 logger = logging.getLogger(__name__)
 
+_UP_DETR = (
+    "get up-detr-pre-training-60ep-imagenet.pth from https://github.com/dddzg/up-detr, then "
+    "`cldetr convert up-detr-pre-training-60ep-imagenet.pth {}`"
+)
+
+
+def check_weights(weights: str) -> None:
+    """Refuses a file that is not there, before anything is trained.
+
+    Args:
+        weights: a value of MODEL.WEIGHTS; addresses such as detectron2://… are not looked up.
+    """
+    if not weights or "://" in weights or Path(weights).is_file():
+        return
+    fix = _UP_DETR.format(weights) if "up_detr" in Path(weights).name else "set MODEL.WEIGHTS"
+    raise InputError(f"there are no weights at {weights}: {fix}")
+
 
 def initialise(detector: Detector, weights: str) -> None:
     """Loads initial weights of the first phase: a backbone, or a detector of the same classes.
@@ -28,6 +46,7 @@ def initialise(detector: Detector, weights: str) -> None:
     """
     if not weights:
         return
+    check_weights(weights)
     try:
         path = PathManager.get_local_path(weights)
     except Exception as error:
@@ -94,7 +113,7 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
 
 
 def _tensors(state: Mapping[str, Any], detector: Detector) -> dict[str, Tensor]:
-    """The weights in a checkpoint's dictionary, arrays as tensors; which classes are seen is not."""
+    """The weights in a checkpoint's dictionary as tensors, without the mask of the seen classes."""
     weights = state.get("model", state)
     return {
         key: torch.as_tensor(value)

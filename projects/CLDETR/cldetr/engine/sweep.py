@@ -1,8 +1,11 @@
-"""Repeated orders: configs × seeds, each a run of its own directory.
+"""Experiments × seeds, each a run in a directory of its own.
 
-A seed stands for the category order, the data order and the training's chance at once, as the paper
-repeats each experiment. Runs that are finished are skipped and others resumed, so a sweep can be
+A seed stands for the category order, the data order and the training's random numbers at once, as
+the paper repeats each experiment. Finished runs are skipped and others resumed, so a sweep can be
 stopped and started again at any time. `cldetr.report.sweep_table` sums the runs up.
+
+A run directory belongs to one experiment: its name has the digest of all settings, and before a
+result is used the directory's identity.json is compared with what the sweep would run.
 """
 
 from __future__ import annotations
@@ -14,63 +17,108 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cldetr.engine.from_yaml import recipe_from_yaml
-from cldetr.engine.recipe import Recipe
-from cldetr.engine.results import load_results
+import torch
+from detectron2.config import CfgNode
+
+from cldetr.config import identity
+from cldetr.config_files import dump_changes
+from cldetr.engine.ledger import differing, read_identity
 from cldetr.errors import InputError
-from cldetr.files import sha256_json
+from cldetr.evaluation.results import load_results
+from cldetr.files import atomic_path, sha256_json
 
 logger = logging.getLogger(__name__)
 
-_TRAIN = "import sys; from cldetr.train import main; sys.exit(main())"
+_SEEDS = ("SEED", "SCENARIO.CLASS_SEED", "SCENARIO.DATA_SEED")
+_FROM_DATA = "MODEL.DETR.NUM_CLASSES"  # a run sets it by its data
+_FIRST_MODEL = Path("phase1/train/model.pth")
+# What has no effect on the model after the first phase. Joint training differs from the second
+# phase on only: the first sees D_1 in both.
+_AFTER_FIRST = ("METHOD.", "SCHEDULE.TRAIN.", "SCHEDULE.CALIBRATE.", "TEST.", "MODEL.DETECTOR")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class Experiment:
+    """A config of a sweep under the name that tables and folders use."""
+
+    name: str
+    cfg: CfgNode
+
+    @property
+    def folder_name(self) -> str:
+        """The name and a digest of every setting but the seeds."""
+        settings = {key: value for key, value in identity(self.cfg).items() if key not in _SEEDS}
+        return f"{self.name}-{sha256_json(settings)[:10]}"
+
+
+@dataclass(frozen=True, eq=False)
 class Job:
     """One run of a sweep.
 
     Attributes:
-        name: of its config in the sweep.
-        config: the YAML file.
+        name: of its experiment.
         seed: of category order, data order and training.
-        folder: the run directory.
-        first_phase: the run whose first phase this one takes over, or None.
-        overrides: `KEY VALUE` words that all runs of the sweep get.
+        cfg: the whole configuration of the run.
         gpus: processes of the run, each with a GPU; 0 is one process on the CPU.
     """
 
     name: str
-    config: Path
     seed: int
-    folder: Path
-    first_phase: Path | None = None
-    overrides: tuple[str, ...] = ()
+    cfg: CfgNode
     gpus: int = 0
 
     @property
+    def folder(self) -> Path:
+        """The run directory."""
+        return Path(self.cfg.OUTPUT_DIR)
+
+    @property
+    def first_model(self) -> Path:
+        """The detector after the first phase, which other runs may take over."""
+        return self.folder / _FIRST_MODEL
+
+    @property
+    def begun(self) -> bool:
+        """Whether the folder holds a run."""
+        return (self.folder / "identity.json").exists()
+
+    @property
     def finished(self) -> bool:
-        """Whether its results are there."""
-        return (self.folder / "results.json").exists()
+        """Whether the results of this very run are there."""
+        return (self.folder / "results.json").exists() and not self.differences()
+
+    def differences(self) -> list[str]:
+        """How the run in the folder differs from this one; nothing where there is none yet."""
+        if not self.begun:
+            stray = (self.folder / "results.json").exists()
+            return ["results.json without the identity.json of its run"] if stray else []
+        stored = read_identity(self.folder / "identity.json")
+        return [
+            f"{key}: {old!r} there, {new!r} here"
+            for key, old, new in differing(stored, identity(self.cfg))
+            if key != _FROM_DATA
+        ]
 
     def command(self) -> list[str]:
-        """The command line that starts or resumes the run."""
-        words = [sys.executable, "-c", _TRAIN, "--config-file", str(self.config)]
+        """The command line that starts or resumes the run; writes the config that it names."""
+        config = self.folder.with_name(f"{self.folder.name}.yaml")
+        with atomic_path(config) as partial:
+            partial.write_text(dump_changes(self.cfg), encoding="utf-8")
+        words = [sys.executable, "-m", "cldetr.train", "--config-file", str(config)]
         if self.gpus:
             words += ["--num-gpus", str(self.gpus)]
-        if (self.folder / "recipe.json").exists():
+        if self.begun:
             words.append("--resume")
-        seed = str(self.seed)
-        words += ["SEED", seed, "SCENARIO.CLASS_SEED", seed, "SCENARIO.DATA_SEED", seed]
-        if self.first_phase is not None:
-            words += ["MODEL.DETECTOR", str(self.first_phase / "phase1/train/model.pth")]
-        return [*words, *self.overrides, "OUTPUT_DIR", str(self.folder)]
+        return words
 
     def run(self, environment: Mapping[str, str] | None = None) -> None:
-        """Starts or resumes the run and waits for it; its words go to `console.txt` beside it."""
+        """Starts or resumes the run and waits for it; it prints to `console.txt` in its folder."""
+        if problems := self.differences():
+            raise InputError.listing(f"{self.folder} holds another run; move it away:", problems)
         if self.finished:
             logger.info("%s is finished", self.folder)
             return
@@ -89,95 +137,101 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Chain:
+class JobGroup:
     """A run and those that take over its first phase and so wait for it."""
 
     leader: Job
-    rest: tuple[Job, ...] = ()
+    dependents: tuple[Job, ...] = ()
 
     @property
     def jobs(self) -> tuple[Job, ...]:
         """All of them, the leader first."""
-        return (self.leader, *self.rest)
+        return (self.leader, *self.dependents)
+
+
+@dataclass
+class Collected:
+    """What the finished runs of a sweep gave.
+
+    Attributes:
+        results: by experiment and seed.
+        refused: a line for each directory that holds another run than the sweep's.
+    """
+
+    results: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    refused: list[str] = field(default_factory=list)
 
 
 def plan(
-    configs: Sequence[Path],
+    experiments: Sequence[Experiment],
     seeds: Sequence[int],
     out: Path,
     *,
     share_first: bool = False,
-    overrides: Sequence[str] = (),
     gpus: int = 0,
-) -> list[Chain]:
+) -> list[JobGroup]:
     """Lists the runs, seed by seed.
 
     Args:
-        configs: YAML files.
+        experiments: what to run; one that is given twice runs once.
         seeds: category and data orders.
-        out: where runs go, as `out/<config>/seed<n>`.
-        share_first: configs whose first phases are the same by their settings train it once per
-            seed, in the run of the first of them.
-        overrides: `KEY VALUE` words for all runs.
+        out: where runs go, as `out/<name>-<digest>/seed<n>`.
+        share_first: experiments whose first phases are the same by their settings train it once
+            per seed. It is taken from a run of `out` that has it already, also of an earlier sweep.
         gpus: of each run.
     """
-    names = config_names(configs)
-    recipes = [recipe_from_yaml(str(config), overrides) for config in configs]
-    groups: dict[Any, list[int]] = {}
-    for place, recipe in enumerate(recipes):
-        groups.setdefault(first_phase_identity(recipe) if share_first else place, []).append(place)
-    chains = []
+    unique = {experiment.folder_name: experiment for experiment in experiments}
+    groups = []
     for seed in seeds:
-        for places in groups.values():
-            jobs = [
-                Job(
-                    names[place],
-                    configs[place],
-                    seed,
-                    out / names[place] / f"seed{seed}",
-                    None if place == places[0] else out / names[places[0]] / f"seed{seed}",
-                    tuple(overrides),
-                    gpus,
-                )
-                for place in places
-            ]
-            chains.append(Chain(jobs[0], tuple(jobs[1:])))
-    return chains
+        waiting: dict[str, list[Job]] = {}  # by the digest of their first phase
+        for folder, experiment in unique.items():
+            job = make_job(
+                experiment.name, experiment.cfg, out / folder / f"seed{seed}", seed, gpus
+            )
+            key, model = first_phase_digest(identity(job.cfg)), None
+            if not experiment.cfg.MODEL.DETECTOR:
+                if job.begun:
+                    model = _taken_first_phase(job, key)
+                elif share_first:
+                    model = _find_first_phase(out, seed, key)
+            if model is not None:
+                groups.append(JobGroup(_with_first_phase(job, model)))
+            elif share_first and not experiment.cfg.MODEL.DETECTOR:
+                waiting.setdefault(key, []).append(job)
+            else:
+                groups.append(JobGroup(job))
+        groups += [_led_group(jobs) for jobs in waiting.values()]
+    return groups
 
 
-def first_phase_identity(recipe: Recipe) -> str:
-    """A digest of all that decides the model after the first phase, the seed aside."""
-    identity = recipe.identity()
-    parts = [identity[name] for name in ("model", "data", "optimizer", "augmentation")]
-    scenario = {
-        key: value
-        for key, value in identity["scenario"].items()
-        if key not in ("class_seed", "data_seed")
-    }
-    method = identity["method"]
-    # Joint training differs from the second phase on only: the first sees D_1 in both.
-    return sha256_json([parts, scenario, identity["schedule"]["first"], method["unseen"]])
+def make_job(name: str, cfg: CfgNode, folder: Path, seed: int = 0, gpus: int = 0) -> Job:
+    """A run of a config with that seed in that folder."""
+    cfg = cfg.clone()
+    cfg.SEED = cfg.SCENARIO.CLASS_SEED = cfg.SCENARIO.DATA_SEED = seed
+    cfg.OUTPUT_DIR = str(folder)
+    return Job(name, seed, cfg, gpus)
 
 
-def config_names(configs: Sequence[Path]) -> list[str]:
-    """What tables and folders call the configs: their file names, with the folder where needed."""
-    names = [config.stem for config in configs]
-    if len(set(names)) < len(names):
-        names = [f"{config.parent.name}-{config.stem}" for config in configs]
-    if len(set(names)) < len(names):
-        raise InputError(f"configs of a sweep need different names: {', '.join(names)}")
-    return names
+def first_phase_digest(settings: Mapping[str, Any]) -> str:
+    """A digest of all in a run's identity that decides its model after the first phase."""
+    return sha256_json(
+        {
+            key: value
+            for key, value in settings.items()
+            if key == "METHOD.UNSEEN" or not key.startswith((*_AFTER_FIRST, _FROM_DATA))
+        }
+    )
 
 
-def run_here(chains: Sequence[Chain], parallel: int) -> None:
+def run_here(groups: Sequence[JobGroup], parallel: int) -> None:
     """Does what is not finished on this machine, `parallel` runs at a time.
 
     With GPUs each run gets its own; on the CPU the cores are shared out. Ends with a list of what
     failed; runs that do not depend on it go on.
     """
     slots: queue.Queue[dict[str, str]] = queue.Queue()
-    for number in range(parallel):
-        slots.put(_slot(number, parallel, chains[0].jobs[0].gpus))
+    for index in range(parallel):
+        slots.put(_slot(index, parallel, groups[0].leader.gpus))
 
     def execute(job: Job) -> None:
         slot = slots.get()
@@ -187,45 +241,93 @@ def run_here(chains: Sequence[Chain], parallel: int) -> None:
             slots.put(slot)
 
     with ThreadPoolExecutor(parallel) as pool:
-        follow(chains, lambda job: pool.submit(execute, job))
+        run_with_dependencies(groups, lambda job: pool.submit(execute, job))
 
 
-def follow(chains: Sequence[Chain], submit: Callable[[Job], Future[None]]) -> None:
-    """Submits every run once its leader is done, waits for all, and tells what failed."""
-    waiting: dict[Future[None], tuple[Job, ...]] = {}
-    for chain in chains:
-        waiting[submit(chain.leader)] = chain.rest
+def run_with_dependencies(
+    groups: Sequence[JobGroup], submit: Callable[[Job], Future[None]]
+) -> None:
+    """Submits every run once its leader is done, waits for all, and lists what failed."""
+    pending: dict[Future[None], tuple[Job, ...]] = {}
+    for group in groups:
+        pending[submit(group.leader)] = group.dependents
     failures = []
-    while waiting:
-        done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+    while pending:
+        done, _ = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
-            rest = waiting.pop(future)
+            dependents = pending.pop(future)
             try:
                 future.result()
             except InputError as error:
                 failures.append(str(error))
             else:
-                waiting |= {submit(job): () for job in rest}
+                pending |= {submit(job): () for job in dependents}
     if failures:
         raise InputError.listing("some runs failed; start the sweep again to go on:", failures)
 
 
-def collect(chains: Sequence[Chain]) -> dict[str, dict[int, dict[str, Any]]]:
-    """Results of the finished runs, by config and seed."""
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for chain in chains:
-        for job in chain.jobs:
-            if job.finished:
-                results = load_results(job.folder / "results.json")
-                found.setdefault(job.name, {})[job.seed] = results
+def collect(groups: Sequence[JobGroup]) -> Collected:
+    """Results of the finished runs; a directory that holds another run gives none."""
+    found = Collected()
+    for job in (job for group in groups for job in group.jobs):
+        if problems := job.differences():
+            more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+            found.refused.append(
+                f"{job.name}, seed {job.seed}: {job.folder} holds another run "
+                f"({'; '.join(problems[:3])}{more})"
+            )
+        elif job.finished:
+            results = load_results(job.folder / "results.json")
+            found.results.setdefault(job.name, {})[job.seed] = results
     return found
 
 
-def _slot(number: int, parallel: int, gpus: int) -> dict[str, str]:
+def _with_first_phase(job: Job, model: Path) -> Job:
+    cfg = job.cfg.clone()
+    cfg.MODEL.DETECTOR = str(model)
+    return Job(job.name, job.seed, cfg, job.gpus)
+
+
+def _led_group(jobs: Sequence[Job]) -> JobGroup:
+    """The first run, or one that has begun, trains the first phase for the others."""
+    leader = next((job for job in jobs if job.begun), jobs[0])
+    others = [job for job in jobs if job is not leader]
+    return JobGroup(
+        leader,
+        tuple(job if job.begun else _with_first_phase(job, leader.first_model) for job in others),
+    )
+
+
+def _taken_first_phase(job: Job, key: str) -> Path | None:
+    """The model that a run which has begun took over; None where it is not of that first phase."""
+    model = Path(read_identity(job.folder / "identity.json").get("MODEL.DETECTOR", ""))
+    if model.parts[-3:] != _FIRST_MODEL.parts or len(model.parts) < 5:
+        return None
+    # Where it was, or beside this run: the folder of a sweep may have been copied.
+    for source in (model.parents[2], job.folder.parents[1].joinpath(*model.parts[-5:-3])):
+        stored = source / "identity.json"
+        if stored.exists() and first_phase_digest(read_identity(stored)) == key:
+            return model
+    return None
+
+
+def _find_first_phase(out: Path, seed: int, key: str) -> Path | None:
+    """A finished first phase with that digest among the runs of a folder."""
+    for stored in sorted(out.glob(f"*/seed{seed}/identity.json")):
+        if not (stored.parent / "phase1/train/stage.json").exists():
+            continue
+        settings = read_identity(stored)
+        if not settings.get("MODEL.DETECTOR") and first_phase_digest(settings) == key:
+            return stored.parent / _FIRST_MODEL
+    return None
+
+
+def _slot(index: int, parallel: int, gpus: int) -> dict[str, str]:
     """Environment variables of one of several runs at a time."""
     if gpus:
-        first = number * gpus
-        return {"CUDA_VISIBLE_DEVICES": ",".join(map(str, range(first, first + gpus)))}
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        devices = given.split(",") if given else list(map(str, range(torch.cuda.device_count())))
+        return {"CUDA_VISIBLE_DEVICES": ",".join(devices[index * gpus : (index + 1) * gpus])}
     if "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // parallel, 1))}

@@ -1,4 +1,7 @@
-"""The paper's own figures, entered once as data (`paper.json`), and the config of each row."""
+"""The tables as data (`paper.json`): the paper's figures, entered once, and the run of each row.
+
+The last table, "ablation", is our own on the embedded data set and has no figures of the paper.
+"""
 
 from __future__ import annotations
 
@@ -14,31 +17,32 @@ Figure = tuple[float, float | None]  # a value and the half width of its 95% int
 
 @dataclass(frozen=True)
 class PaperRow:
-    """A row of one of the paper's tables.
+    """A row of a table.
 
     Attributes:
-        label: what the paper calls it.
-        config: its file under `configs/`; None where the paper quotes another one.
+        label: what the table calls it.
+        run: the config or run of `configs/` by name; None where the paper quotes another paper.
         figures: by metric (`all.AP`, `old.APs`, `fpp.AP`, …), in %.
     """
 
     label: str
-    config: str | None
+    run: str | None
     figures: Mapping[str, Figure]
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """One of the paper's tables."""
+    """A table: its metrics, its rows, and whether rows are compared with the first."""
 
     name: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[PaperRow, ...]
+    change: bool = False
 
-    def configs(self, root: Path) -> list[Path]:
-        """The config files of the rows that have one, each once, in order."""
-        return list(dict.fromkeys(root / row.config for row in self.rows if row.config))
+    def runs(self) -> list[str]:
+        """Names of the rows' runs, each once, in order."""
+        return list(dict.fromkeys(row.run for row in self.rows if row.run))
 
 
 def paper_tables() -> dict[str, PaperTable]:
@@ -52,11 +56,12 @@ def paper_tables() -> dict[str, PaperTable]:
             tuple(
                 PaperRow(
                     row["label"],
-                    row["config"],
-                    {metric: _figure(value) for metric, value in row["figures"].items()},
+                    row["run"],
+                    {metric: _figure(value) for metric, value in row.get("figures", {}).items()},
                 )
                 for row in table["rows"]
             ),
+            table.get("change", False),
         )
         for table in json.loads(text)["tables"]
     }
@@ -66,7 +71,7 @@ def find_table(name: str) -> PaperTable:
     """The table of that name; an unknown one's error lists the choices."""
     tables = paper_tables()
     if name not in tables:
-        raise InputError(f"the paper has no table {name!r}; there are: {', '.join(tables)}")
+        raise InputError(f"there is no table {name!r}; there are: {', '.join(tables)}")
     return tables[name]
 
 

@@ -73,20 +73,24 @@ def own_rows(found: Mapping[str, RUNS], columns: Sequence[str] = COLUMNS) -> lis
     ]
 
 
-def paper_rows(table: PaperTable, names: Mapping[str, str], found: Mapping[str, RUNS]) -> list[Row]:
-    """Rows of one of the paper's tables, with what was measured so far.
+def table_rows(table: PaperTable, found: Mapping[str, RUNS]) -> list[Row]:
+    """Rows of a table, with what was measured so far and the paper's figures.
 
     Args:
-        table: the paper's.
-        names: from a row's config file to its name in the sweep.
-        found: results by name and seed.
+        table: the table.
+        found: results by the name of a run and by seed.
     """
-    rows = []
-    for row in table.rows:
-        runs = found.get(names.get(row.config or "", ""), {})
-        measured = _measured(runs, table.columns)
-        rows.append(Row(row.label, len(runs), measured, None, row.figures))
-    return rows
+    runs = [found.get(row.run or "", {}) for row in table.rows]
+    return [
+        Row(
+            row.label,
+            len(own),
+            _measured(own, table.columns),
+            _change(own, runs[0]) if table.change and own is not runs[0] else None,
+            row.figures,
+        )
+        for row, own in zip(table.rows, runs, strict=True)
+    ]
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
