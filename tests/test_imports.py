@@ -21,14 +21,13 @@ MAY_IMPORT = {
     "modeling": ("layers",),
     "methods": ("modeling",),
     "config": ("data", "methods"),
-    "drawing": (),
+    "drawing": ("methods",),
     "engine": ("config", "data", "methods", "drawing"),
-    "predict": ("engine",),
-    "export": ("predict",),
-    "report": ("engine", "predict"),
+    "analysis": ("engine",),
+    "report": ("analysis",),
     "doctor": ("engine",),
     "train": ("report",),
-    "commands": ("report", "doctor", "export"),
+    "commands": ("report", "doctor"),
     "cli": ("commands",),
 }
 

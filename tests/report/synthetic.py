@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from cldetr.engine.average_precision import METRICS
-from cldetr.engine.results import summarise
+from cldetr.evaluation.average_precision import METRICS
+from cldetr.evaluation.results import summarise
 from cldetr.report.rundir import Run, Stage
 
 

@@ -10,11 +10,11 @@ import shutil
 import pytest
 from PIL import Image
 
+from cldetr.analysis.diagnose import diagnose_run
+from cldetr.analysis.pictures import draw_run_pictures
 from cldetr.cli import main
 from cldetr.report.comparison import write_comparison
-from cldetr.report.diagnostics import diagnose_run
-from cldetr.report.markup import Markup, escape, tag
-from cldetr.report.pictures import draw_run_pictures
+from cldetr.report.diagnosis_plots import write_diagnosis_plots
 from cldetr.report.run_page import write_run_page
 from cldetr.report.rundir import read_run
 from cldetr.train import show_run
@@ -30,13 +30,6 @@ def loads(text):
     return [address for address in found if not address.startswith(("#", "data:"))]
 
 
-def test_markup_escapes_all_but_markup():
-    assert tag("p", "<b>", Markup("<i>"), None, ["&", 1], title='"') == (
-        '<p title="&quot;">&lt;b&gt;<i>&amp;1</p>'
-    )
-    assert escape(SCRIPT) == "&lt;script&gt;alert(1)&lt;/script&gt;"
-
-
 def test_the_page_of_a_run_has_its_numbers_and_loads_nothing(drawn_run):
     page = (drawn_run / "report/index.html").read_text()
     results = json.loads((drawn_run / "results.json").read_text())
@@ -45,7 +38,7 @@ def test_the_page_of_a_run_has_its_numbers_and_loads_nothing(drawn_run):
         assert name in page
     assert f"{results['phases'][-1]['all']['AP']:.1f}" in page
     assert "FPP" in page
-    assert "build_small_resnet_backbone" in page  # what differs from the paper
+    assert "build_small_resnet_backbone" in page  # what is set
     assert loads(page) == []
     assert page.count("<svg") >= 10
     names = {"ap_over_phases", "category_change", "category_distribution"}
@@ -56,7 +49,7 @@ def test_the_page_of_a_run_has_its_numbers_and_loads_nothing(drawn_run):
 def test_names_from_data_are_text_everywhere_on_the_page(tmp_path):
     run = run_of(
         two_phases(names=(SCRIPT, '"><img src=x onerror=alert(1)>', "bird")),
-        identity={"method": {"name": SCRIPT}, "data": {"train": [SCRIPT]}},
+        settings={"METHOD.NAME": SCRIPT, "DATASETS.TRAIN": [SCRIPT]},
         problems=[SCRIPT],
         starts=[{"time": SCRIPT, "device": SCRIPT, "processes": 1, "versions": {"torch": SCRIPT}}],
     )
@@ -114,7 +107,7 @@ def test_what_cannot_be_drawn_does_not_fail_the_run(drawn_run, tmp_path, caplog)
 def test_pictures_and_diagnostics_of_a_run_reach_its_page(tiny_run, tmp_path):
     folder = shutil.copytree(tiny_run, tmp_path / "run")
     draw_run_pictures(folder, sample=1)
-    diagnose_run(folder, limit=4)
+    write_diagnosis_plots(diagnose_run(folder, limit=4), folder)
     run = read_run(folder)
     for shown, kind in ((run.pictures, "pictures"), (run.diagnostics, "diagnostics")):
         captions = json.loads((folder / kind / "captions.json").read_text())

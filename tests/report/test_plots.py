@@ -8,8 +8,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from cldetr.report.ap_plots import ap_over_phases, category_change_plot, final_ap
-from cldetr.report.figures import panel_svg, save_plot
-from cldetr.report.plotting import MOST_ROWS, row_panels, tidy
+from cldetr.report.plotting import MAX_ROWS, panel_svg, row_panels, save_plot, tidy
 from cldetr.report.tables import Group
 from cldetr.report.training_plots import distribution_plot, stages_plot, training_plot
 
@@ -77,7 +76,7 @@ def test_runs_without_anything_to_show_have_no_empty_charts():
 
 
 def test_many_categories_are_divided_among_panels_of_readable_height():
-    rows = list(range(2 * MOST_ROWS - 1))
+    rows = list(range(2 * MAX_ROWS - 1))
     seen = []
     panels = row_panels("x", rows, lambda some, ax: seen.extend(some))
     assert len(panels) == 2

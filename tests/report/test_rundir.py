@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from cldetr.errors import InputError
+from cldetr.report.run_page import write_run_page
 from cldetr.report.rundir import find_runs, read_run
 from cldetr.report.tables import training_spans
 
@@ -53,9 +54,9 @@ def test_a_run_that_goes_on_shows_the_phases_that_are_evaluated(copy):
     assert run.problems == []
 
 
-def test_a_run_that_has_just_begun_has_nothing_but_its_recipe(copy):
+def test_a_run_that_has_just_begun_has_nothing_but_its_config(copy):
     for path in list(copy.iterdir()):
-        if path.name != "recipe.json":
+        if path.name != "identity.json":
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     run = read_run(copy)
     assert run.method == "cldetr"
@@ -66,7 +67,7 @@ def test_a_run_that_has_just_begun_has_nothing_but_its_recipe(copy):
 @pytest.mark.parametrize(
     "name",
     [
-        "recipe.json",
+        "identity.json",
         "manifest.json",
         "audit.json",
         "starts.json",
@@ -89,8 +90,20 @@ def test_a_broken_file_is_named_and_the_rest_is_read(copy, name, damage):
     assert any(name.rsplit("/", 1)[-1] in problem for problem in run.problems)
     assert len(run.problems) == 1
     assert str(copy) not in run.problems[0]
-    assert run.results is not None or name == "recipe.json"
+    assert run.results is not None or name == "identity.json"
     assert run.finished or name == "phase2/evaluate/metrics.json" or name == "manifest.json"
+
+
+def test_a_run_from_before_a_metric_is_read_and_drawn_without_it(copy, tmp_path):
+    for path in (copy / "results.json", *copy.glob("phase*/evaluate/metrics.json")):
+        content = json.loads(path.read_text())
+        for entry in content.get("phases", [content]):
+            for scores in (entry["all"], entry["new"], *entry["per_category"].values()):
+                del scores["AP75"]
+        path.write_text(json.dumps(content))
+    run = read_run(copy)
+    assert run.problems == []
+    assert "<td>n/a</td>" in write_run_page(run, tmp_path / "page").read_text()
 
 
 def test_curves_take_the_later_of_repeated_steps_and_count_broken_lines(copy):

@@ -6,10 +6,10 @@ from cldetr.report.tables import (
     Group,
     category_changes,
     curve_of,
-    differences_from,
     group_runs,
     mean_of,
     pseudo_per_pass,
+    settings_set,
     settings_that_differ,
     training_spans,
 )
@@ -17,14 +17,25 @@ from cldetr.report.tables import (
 from .synthetic import run_of, trained, two_phases
 
 
-def identity(**changes):
-    return {
-        "seed": 0,
-        "scenario": {"name": "2+1", "class_seed": 0, "data_seed": 0},
-        "method": {"name": "cldetr", "memory": {"budget": 0.1}, "distill": None},
-        "model": {"description": {"META_ARCHITECTURE": "X", "DEPTH": 50}, "detector": ""},
-        **changes,
+def settings(**changes):
+    keys = {
+        "SEED": 0,
+        "SCENARIO.NAME": "2+1",
+        "SCENARIO.CLASS_SEED": 0,
+        "SCENARIO.PHASES": [],
+        "DATASETS.TRAIN": ["coco_2017_train"],
+        "METHOD.NAME": "cldetr",
+        "METHOD.MEMORY.ENABLED": True,
+        "METHOD.MEMORY.BUDGET": 0.1,
+        "METHOD.CALIBRATE.ENABLED": True,
+        "METHOD.CALIBRATE.COMPLETE.ENABLED": False,
+        "SCHEDULE.FIRST.EPOCHS": 50.0,
+        "SCHEDULE.CALIBRATE.EPOCHS": 10.0,
+        "MODEL.DETECTOR": "",
+        "MODEL.DETR.NUM_QUERIES": 300,
+        "MODEL.DETR.NUM_CLASSES": 3,
     }
+    return keys | {key.replace("__", "."): value for key, value in changes.items()}
 
 
 def test_changes_run_from_the_phase_that_taught_a_category_to_the_end():
@@ -58,17 +69,15 @@ def test_spans_follow_the_steps_of_stages_and_end_where_the_curve_does():
     run = run_of(None, stages=stages, curve=curve, under_way=(2, "calibrate"))
     spans = [(span.phase, span.stage, span.first, span.last) for span in training_spans(run)]
     assert spans == [(1, "train", 0, 5), (2, "train", 5, 8), (2, "calibrate", 8, 10)]
-    assert curve_of(run, "loss") == ([5], [1.0])  # what is not finite is left out
+    assert curve_of(run, "loss") == ([5], [1.0])  # what is not finite is dropped
 
 
 def test_runs_that_differ_in_seeds_alone_are_one_group_with_its_interval():
     runs = [
-        run_of(two_phases(kept=kept), f"sweep/cldetr/seed{seed}", identity=identity(seed=seed))
+        run_of(two_phases(kept=kept), f"sweep/cldetr/seed{seed}", settings=settings(SEED=seed))
         for seed, kept in enumerate((28.0, 30.0, 32.0))
     ]
-    other = run_of(
-        two_phases(), "sweep/k5", identity=identity(method={"name": "cldetr", "memory": None})
-    )
+    other = run_of(two_phases(), "sweep/k5", settings=settings(METHOD__MEMORY__BUDGET=0.5))
     groups = group_runs([*runs, other])
     assert [len(group.runs) for group in groups] == [3, 1]
     assert [group.label for group in groups] == ["cldetr (cldetr)", "cldetr (k5)"]
@@ -88,7 +97,7 @@ def test_points_of_a_curve_are_means_over_the_same_runs():
 
 
 def test_the_same_run_twice_is_no_repetition_over_seeds():
-    runs = [run_of(two_phases(), f"{name}/run", identity=identity()) for name in "ab"]
+    runs = [run_of(two_phases(), f"{name}/run", settings=settings()) for name in "ab"]
     assert [group.label for group in group_runs(runs)] == ["cldetr (a/run)", "cldetr (b/run)"]
 
 
@@ -109,21 +118,45 @@ def test_the_curve_of_old_categories_begins_with_what_there_is_to_forget():
     assert group.curve("new") == [(1, 40.0), (2, 50.0)]
 
 
-def test_differences_from_the_paper_name_the_setting_and_both_values():
-    ours = identity(seed=3, model={"description": {"META_ARCHITECTURE": "X", "DEPTH": 18}})
-    ours["model"]["detector"] = ""
-    assert differences_from(identity(), ours) == [("model.DEPTH", 50, 18), ("seed", 0, 3)]
+def test_what_is_set_comes_with_its_default():
+    ours = settings(SEED=3, MODEL__DETR__NUM_QUERIES=20, SCENARIO__NAME="70+10")
+    assert settings_set(ours) == [("SEED", 0, 3), ("MODEL.DETR.NUM_QUERIES", 300, 20)]
 
 
-def test_the_tree_of_a_lazy_model_is_not_held_against_yaml_keys():
-    ours = identity(model={"description": {"_target_": "cldetr.X"}, "detector": "first.pth"})
-    assert differences_from(identity(), ours) == [("model.detector", "", "first.pth")]
+def test_listed_categories_overrule_the_class_counts():
+    ours = settings(SCENARIO__PHASES=[["cat"], ["dog"]])
+    assert settings_set(ours) == [("SCENARIO.PHASES", [], [["cat"], ["dog"]])]
+    several = settings(DATASETS__TRAIN=["a.json:x", "b.json:x"])
+    assert [key for key, *_ in settings_set(several)] == ["DATASETS.TRAIN"]
+
+
+def test_a_lazy_model_is_shown_in_place_of_the_keys_that_it_does_not_read():
+    ours = settings(LAZY__model___target_="cldetr.X", MODEL__DETR__NUM_QUERIES=20)
+    shown = {key: value for key, _, value in settings_set(ours)}
+    assert shown["LAZY.model._target_"] == "cldetr.X"
+    assert "MODEL.DETR.NUM_QUERIES" not in shown
+
+
+def test_the_schedule_of_a_first_phase_that_was_taken_over_is_no_difference():
+    given = settings(MODEL__DETECTOR="model.pth", SCHEDULE__FIRST__EPOCHS=3.0)
+    assert settings_that_differ([settings(), given]) == {}
+    trained = settings(SCHEDULE__FIRST__EPOCHS=3.0)
+    assert settings_that_differ([settings(), trained]) == {"SCHEDULE.FIRST.EPOCHS": [50.0, 3.0]}
 
 
 def test_settings_of_a_part_that_a_run_does_not_use_are_no_difference():
-    plain = identity(method={"name": "finetune", "memory": None, "distill": None})
-    found = settings_that_differ([identity(), plain, identity(seed=7)])
-    assert found == {"method.memory": ["on", "off", "on"]}
-    more = identity(method={"name": "x", "memory": {"budget": 0.2}, "distill": None})
-    found = settings_that_differ([identity(), plain, more])
-    assert found["method.memory.budget"] == [0.1, None, 0.2]
+    plain = settings(
+        METHOD__NAME="finetune",
+        METHOD__MEMORY__ENABLED=False,
+        METHOD__MEMORY__BUDGET=0.3,
+        METHOD__CALIBRATE__ENABLED=False,
+        SCHEDULE__CALIBRATE__EPOCHS=7.0,
+    )
+    found = settings_that_differ([settings(), plain, settings(SEED=7)])
+    assert found == {
+        "METHOD.MEMORY.ENABLED": [True, False, True],
+        "METHOD.CALIBRATE.ENABLED": [True, False, True],
+    }
+    more = settings(METHOD__MEMORY__BUDGET=0.2)
+    found = settings_that_differ([settings(), plain, more])
+    assert found["METHOD.MEMORY.BUDGET"] == [0.1, None, 0.2]

@@ -78,18 +78,19 @@ def show_run(folder: str | Path, enabled: bool = True) -> None:
 
 
 def _draw_pictures(folder: Path) -> None:
-    from cldetr.report.pictures import draw_run_pictures
+    from cldetr.analysis.pictures import draw_run_pictures
 
     draw_run_pictures(folder, sample=4)
 
 
 def _diagnose(folder: Path) -> None:
+    from cldetr.analysis.diagnose import diagnose_run
     from cldetr.config import method_of
     from cldetr.engine.restore import config_of_run
-    from cldetr.report.diagnostics import diagnose_run
+    from cldetr.report.diagnosis_plots import write_diagnosis_plots
 
     if method_of(config_of_run(folder)).pseudo is not None:
-        diagnose_run(folder, limit=200)
+        write_diagnosis_plots(diagnose_run(folder, limit=200), folder)
 
 
 def _write_report(folder: Path) -> None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from pathlib import Path
 
-from cldetr.engine.from_lazy import recipe_from_lazy
-from cldetr.engine.from_run import find_device
-from cldetr.engine.from_yaml import recipe_from_yaml
+from cldetr.analysis.diagnose import diagnose, diagnose_run, format_diagnosis, write_diagnosis
+from cldetr.config import load_config
+from cldetr.engine.restore import find_device
 from cldetr.errors import InputError
-from cldetr.report.diagnostics import diagnose, diagnose_run, format_diagnosis, write_diagnosis
+from cldetr.report.diagnosis_plots import write_diagnosis_plots
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="label the phase's training images, if their file knows the old classes, or the test "
         "images",
     )
-    parser.add_argument("--limit", type=int, default=1000, help="most images (default: 1000)")
+    parser.add_argument("--limit", type=int, default=1000, help="maximum of images (default: 1000)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (a GPU, if any)")
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KEY", help="overrides of the config, KEY VALUE …"
@@ -57,13 +56,13 @@ def run(args: argparse.Namespace) -> int:
     else:
         if args.config_file is None or args.out is None:
             raise InputError("--weights needs --config-file (what to train) and --out")
-        read = recipe_from_lazy if args.config_file.endswith(".py") else recipe_from_yaml
-        recipe = read(args.config_file, args.set)
-        runtime = dataclasses.replace(recipe.runtime, device=find_device(args.device))
-        recipe = dataclasses.replace(recipe, runtime=runtime)
-        found = [diagnose(recipe, args.phase or 2, args.weights, where=args.on, limit=args.limit)]
+        cfg = load_config(args.config_file, args.set)
+        cfg.MODEL.DEVICE = find_device(args.device)
+        cfg.OUTPUT_DIR = str(args.out)
+        found = [diagnose(cfg, args.phase or 2, args.weights, where=args.on, limit=args.limit)]
         out = args.out
         write_diagnosis(found[0], out)
+    write_diagnosis_plots(found, out)
     print("\n\n".join(format_diagnosis(diagnosis) for diagnosis in found))
-    print(f"\n{out}: diagnostics.json, diagnostics/*.csv, diagnostics/*.png")
+    print(f"\n{out}: diagnostics.json, diagnostics/*.csv, diagnostics/*.png, *.svg")
     return 0

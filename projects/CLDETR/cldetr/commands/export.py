@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from cldetr.analysis.export import export_detector
+from cldetr.analysis.predict import Predictor
 from cldetr.errors import InputError
-from cldetr.export import export_detector
-from cldetr.predict import Predictor
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from cldetr.analysis.pictures import draw_run_pictures
 from cldetr.errors import InputError
-from cldetr.report.pictures import draw_run_pictures
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

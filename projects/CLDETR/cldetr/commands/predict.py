@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from PIL import Image
+import numpy as np
 from tqdm import tqdm
 
+from cldetr.analysis.predict import Detection, Predictor
 from cldetr.data.scan import check_file
-from cldetr.drawing import Box, class_color, draw_boxes, make_canvas
+from cldetr.drawing.boxes import Box, class_color, draw_boxes, make_canvas, save_png
 from cldetr.errors import InputError
-from cldetr.files import atomic_path, write_json
-from cldetr.predict import Detection, Predictor
+from cldetr.files import write_json
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif")
+_MAX_DRAWING = 8  # images that wait to be drawn: bounds the memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,24 +58,28 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     images, results, problems = [], [], []
     counts: Counter[str] = Counter()
-    bar = tqdm(files, desc="predicting", unit="image", disable=None)
-    for image_id, path in enumerate(bar, start=1):
-        try:
-            pixels = predictor.read(path)
-        except InputError as error:  # its header was whole, its pixels are not
-            problems.append(str(error))
-            continue
-        found = predictor(pixels, args.score)
-        counts.update(detection.name for detection in found)
-        width, height = sizes[path]
-        entry = {"id": image_id, "file_name": str(path), "width": width, "height": height}
-        if not args.no_pictures:
-            canvas = make_canvas(pixels)
-            draw_boxes(canvas, _boxes(found))
-            _save(canvas.image, pictures[path])
-            entry["picture"] = pictures[path].name
-        images.append(entry)
-        results += [_result(image_id, detection) for detection in found]
+    drawing: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(2) as pool:  # draws while the next images are detected
+        bar = tqdm(files, desc="predicting", unit="image", disable=None)
+        for image_id, path in enumerate(bar, start=1):
+            try:
+                pixels = predictor.read(path)
+            except InputError as error:  # its header was whole, its pixels are not
+                problems.append(str(error))
+                continue
+            found = predictor(pixels, args.score)
+            counts.update(detection.name for detection in found)
+            width, height = sizes[path]
+            entry = {"id": image_id, "file_name": str(path), "width": width, "height": height}
+            if not args.no_pictures:
+                drawing.append(pool.submit(_draw, pixels, found, pictures[path]))
+                if len(drawing) > _MAX_DRAWING:
+                    drawing.popleft().result()
+                entry["picture"] = pictures[path].name
+            images.append(entry)
+            results += [_result(image_id, detection) for detection in found]
+        for drawn in drawing:
+            drawn.result()
     categories = [{"id": x.id, "name": x.name} for x in predictor.categories]
     write_json(args.out / "detections.json", results)
     write_json(
@@ -136,10 +142,6 @@ def _check(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
     return sizes
 
 
-def _boxes(found: Sequence[Detection]) -> list[Box]:
-    return [Box(x.box, class_color(x.label), f"{x.name} {x.score:.2f}") for x in found]
-
-
 def _result(image_id: int, found: Detection) -> dict[str, object]:
     x0, y0, x1, y1 = found.box
     return {
@@ -150,6 +152,8 @@ def _result(image_id: int, found: Detection) -> dict[str, object]:
     }
 
 
-def _save(image: Image.Image, path: Path) -> None:
-    with atomic_path(path) as partial:
-        image.save(partial, format="PNG")
+def _draw(pixels: np.ndarray, found: Sequence[Detection], path: Path) -> None:
+    canvas = make_canvas(pixels)
+    boxes = [Box(x.box, class_color(x.label), f"{x.name} {x.score:.2f}") for x in found]
+    draw_boxes(canvas, boxes)
+    save_png(canvas.image, path)

@@ -29,15 +29,15 @@ from cldetr.report.tables import SETS, Change, Group, category_changes, mean_of
 
 def ap_over_phases(groups: Sequence[Group]) -> Plot | None:
     """AP of all, old and new categories after each phase; None where nothing is evaluated."""
-    most = max((phase for group in groups for phase, _ in group.curve("all")), default=0)
-    if most == 0:
+    last = max((phase for group in groups for phase, _ in group.curve("all")), default=0)
+    if last == 0:
         return None
     panels = [
-        Panel(f"AP on {name} categories", functools.partial(_draw_phases, groups, name, most))
+        Panel(f"AP on {name} categories", functools.partial(_draw_phases, groups, name, last))
         for name in SETS
         if any(group.curve(name) for group in groups)
     ]
-    if most == 1:  # nothing is old yet and all is new
+    if last == 1:  # nothing is old yet and all is new
         panels = panels[:1]
     text = (
         "After each phase, in percent. New: learnt in this phase. Old: learnt in earlier ones; the "
@@ -132,15 +132,17 @@ def comparison_by_category(groups: Sequence[Group]) -> Plot | None:
     return Plot("final_ap_by_category", "Category by category", text, panels, _legend(groups))
 
 
-def _draw_phases(groups: Sequence[Group], name: str, most: int, ax: Axes) -> None:
+def _draw_phases(groups: Sequence[Group], name: str, last: int, ax: Axes) -> None:
     highest = 0.0
-    for place, group in enumerate(groups):
+    for index, group in enumerate(groups):
         points = group.curve(name)
         if not points:
             continue
         phases, means = [phase for phase, _ in points], [mean for _, mean in points]
-        colour, marker = style_of(place)
-        ax.plot(phases, means, color=colour, marker=marker, markersize=5, linewidth=1.8)
+        colour, marker = style_of(index)
+        # New categories are other ones in each phase: no line joins them.
+        line = "none" if name == "new" else "-"
+        ax.plot(phases, means, color=colour, marker=marker, markersize=5, linestyle=line)
         highest = max(highest, *means)
         if len(groups) == 1:
             for phase, mean, above in zip(phases, means, _label_above(means), strict=True):
@@ -152,9 +154,9 @@ def _draw_phases(groups: Sequence[Group], name: str, most: int, ax: Axes) -> Non
                     ha="center",
                     va="bottom" if above else "top",
                 )
-    ax.set_xlim(0.6, most + 0.4)
+    ax.set_xlim(0.6, last + 0.4)
     ax.set_ylim(0, min(max(highest * 1.22, 1.0), 105))
-    ax.set_xticks(range(1, most + 1))
+    ax.set_xticks(range(1, last + 1))
     ax.set_xlabel("phase")
     ax.set_ylabel("AP (%)")
 
@@ -165,30 +167,30 @@ def _draw_bars(groups: Sequence[Group], values: Sequence[Sequence[float]], ax: A
     shortest = min(min(found, default=0.0) for found in values)
     low, high = min(shortest * 1.1, 0.0), max(longest * 1.1, 1.0)
     beside = ax.get_yaxis_transform()
-    for place, found in enumerate(values):
+    for index, found in enumerate(values):
         average = mean_of(found)
         text = "n/a"
         if average is not None:
             mean, half = average
-            ax.barh(place, mean, height=0.66, color=style_of(place)[0])
+            ax.barh(index, mean, height=0.66, color=style_of(index)[0])
             if len(found) > 1:
-                ax.scatter(found, [place] * len(found), s=9, color=INK, zorder=3)
+                ax.scatter(found, [index] * len(found), s=9, color=INK, zorder=3)
             if half is not None:
                 ends = max(mean - half, low), min(mean + half, high)
-                ax.plot(ends, [place, place], color=INK, linewidth=1, zorder=3)
+                ax.plot(ends, [index, index], color=INK, linewidth=1, zorder=3)
             text = signed(mean) if half is None else f"{signed(mean)} ± {half:.1f}"
-        ax.text(1.02, place, text, transform=beside, va="center")
+        ax.text(1.02, index, text, transform=beside, va="center")
     ax.set_xlim(low, high)
     name_rows(ax, [group.label for group in groups])
 
 
 def _draw_changes(rows: Sequence[Change], limit: float, ax: Axes) -> None:
-    for place, change in enumerate(rows):
+    for index, change in enumerate(rows):
         value = change.difference or 0.0
-        ax.barh(place, value, height=0.7, color=LOST if value < 0 else GAINED)
+        ax.barh(index, value, height=0.7, color=LOST if value < 0 else GAINED)
         ax.annotate(
             signed(value, plus=True),
-            (value, place),
+            (value, index),
             xytext=(4 if value >= 0 else -4, 0),
             textcoords="offset points",
             ha="left" if value >= 0 else "right",
@@ -211,11 +213,11 @@ def _draw_learnt(rows: Sequence[Change], top: float, ax: Axes) -> None:
 def _draw_category_dots(
     groups: Sequence[Group], finals: Sequence[dict[str, float]], rows: Sequence[str], ax: Axes
 ) -> None:
-    for place, name in enumerate(rows):
+    for index, name in enumerate(rows):
         known = [final[name] for final in finals if name in final]
-        ax.plot([min(known), max(known)], [place, place], color=LINE, linewidth=3, zorder=1)
-    for number, final in enumerate(finals):
-        colour, marker = style_of(number)
+        ax.plot([min(known), max(known)], [index, index], color=LINE, linewidth=3, zorder=1)
+    for index, final in enumerate(finals):
+        colour, marker = style_of(index)
         mark_rows(ax, [final.get(name) for name in rows], colour, marker)
     ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
     name_rows(ax, rows, guides=True)
@@ -226,8 +228,8 @@ def _label_above(values: Sequence[float]) -> list[bool]:
     """Whether a point's label goes above it: where the line does not rise from it."""
     room = 0.16 * max(values)  # what a label below needs
     found = []
-    for place, value in enumerate(values):
-        near = [values[i] for i in (place - 1, place + 1) if 0 <= i < len(values)]
+    for index, value in enumerate(values):
+        near = [values[i] for i in (index - 1, index + 1) if 0 <= i < len(values)]
         found.append(value < room or not near or value >= sum(near) / len(near))
     return found
 
@@ -235,4 +237,4 @@ def _label_above(values: Sequence[float]) -> list[bool]:
 def _legend(groups: Sequence[Group]) -> list[Key]:
     if len(groups) < 2:
         return []
-    return [Key(group.label, *style_of(place)) for place, group in enumerate(groups)]
+    return [Key(group.label, *style_of(index)) for index, group in enumerate(groups)]

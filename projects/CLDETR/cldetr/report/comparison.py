@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from cldetr.report.ap_plots import ap_over_phases, comparison_by_category, final_ap
-from cldetr.report.figures import save_plot
-from cldetr.report.markup import Markup, tag
-from cldetr.report.page import (
-    Section,
-    duration,
-    number,
-    show_plot,
-    show_problems,
-    show_value,
-    table,
-    write_page,
-)
+from cldetr.report.page import duration, save_plots, show_value, write_page
+from cldetr.report.plotting import signed
 from cldetr.report.rundir import Run
 from cldetr.report.tables import Group, group_runs, mean_of, settings_that_differ
 
@@ -26,118 +17,42 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> Path:
     """Writes the page and the plots as files into a folder; returns the page."""
     groups = group_runs(runs)
     drawn = [final_ap(groups), ap_over_phases(groups), comparison_by_category(groups)]
-    plots = [plot for plot in drawn if plot is not None]
-    for plot in plots:
-        save_plot(plot, folder / "figures")
     names = sorted({run.scenario_name for run in runs})
-    title = f"{len(groups)} methods on {', '.join(names)}" if len(groups) > 1 else groups[0].label
-    problems = [f"{run.folder.name}: {problem}" for run in runs for problem in run.problems]
-    head = [
-        tag("h1", title),
-        tag("p", _summary(runs, groups), class_="muted"),
-        show_problems(problems),
-    ]
-    sections = [
-        Section("results", "Results", _results(groups)),
-        *(
-            Section(plot.name, plot.title, show_plot(plot, "comparison", heading=False))
-            for plot in plots
-        ),
-        _settings(groups),
-        Section("runs", "Runs", _runs(runs, groups)),
-    ]
-    path = folder / "index.html"
-    write_page(path, title, head, sections)
-    return path
-
-
-def _summary(runs: Sequence[Run], groups: Sequence[Group]) -> str:
-    ended = sum(run.finished for run in runs)
-    text = f"{len(runs)} runs, {ended} of them finished."
-    if len(runs) > len(groups):
-        text += (
-            " Runs that differ in their seeds alone are taken together: mean, and with three or "
-            "more of them its 95% interval."
-        )
-    if len({run.scenario_name for run in runs}) > 1:
-        text += " They are of different scenarios, so their numbers are not of the same task."
-    return text
-
-
-def _results(groups: Sequence[Group]) -> Markup:
-    header = ["", "runs", "AP", "AP50", "AP75", "old AP", "new AP", "FPP", "average AP", "time"]
-    rows = []
-    for group in groups:
-        ended = [run for run in group.runs if run.finished]
-        count = str(len(ended))
-        if len(ended) < len(group.runs):
-            count = f"{len(ended)} of {len(group.runs)}"
-        times = [sum(stage.number("seconds") or 0.0 for stage in run.stages) for run in ended]
-        stages = [stage for run in ended for stage in run.stages]
-        given = "*" if any(stage.facts.get("given") for stage in stages) else ""
-        rows.append(
-            [
-                group.label,
-                count,
-                *(_mean(group.finals("all", metric)) for metric in ("AP", "AP50", "AP75")),
-                _mean(group.finals("old")),
-                _mean(group.finals("new")),
-                _mean(group.numbers("fpp")),
-                _mean(group.numbers("average_AP")),
-                duration(sum(times) / len(times)) + given if times else "",
-            ]
-        )
-    text = (
-        "In percent, after the last phase of finished runs. FPP: points that the categories of the "
-        "first phase lost since they were learnt, so less is better. Average AP: the mean over "
-        "phases of the AP on the categories seen by then. Time: of one run, all "
-        "its stages; * without the first phase, which it took over."
+    several = f"{len(groups)} methods on {', '.join(names)}"
+    label = {id(run): group.label for group in groups for run in group.runs}
+    return write_page(
+        folder / "index.html",
+        "comparison.html",
+        title=several if len(groups) > 1 else groups[0].label,
+        runs=runs,
+        groups=groups,
+        plots=save_plots(drawn, folder / "figures"),
+        problems=[f"{run.folder.name}: {problem}" for run in runs for problem in run.problems],
+        results=[_result_row(group) for group in groups],
+        settings=_settings(groups),
+        directories=[[label[id(run)], run.folder.resolve(), run.state] for run in runs],
     )
-    return Markup(table(header, rows) + tag("p", text, class_="muted"))
+
+
+def _result_row(group: Group) -> list[str]:
+    ended = [run for run in group.runs if run.finished]
+    few = f" of {len(group.runs)}" if len(ended) < len(group.runs) else ""
+    given = "*" if any(run.first_phase_given for run in ended) else ""
+    time = duration(sum(run.seconds for run in ended) / len(ended)) + given if ended else ""
+    columns = [group.finals("all", metric) for metric in ("AP", "AP50", "AP75")]
+    columns += [group.finals("old"), group.finals("new")]
+    columns += [group.numbers("fpp"), group.numbers("average_AP")]
+    return [group.label, f"{len(ended)}{few}", *(_mean(values) for values in columns), time]
 
 
 def _mean(values: Sequence[float]) -> str:
-    found = mean_of(values)
-    if found is None:
-        return "n/a"
-    mean, half = found
-    return number(mean) if half is None else f"{number(mean)} ± {number(half)}"
+    mean, half = mean_of(values) or (None, None)
+    return signed(mean) if half is None else f"{signed(mean)} ± {signed(half)}"
 
 
-def _settings(groups: Sequence[Group]) -> Section | None:
+def _settings(groups: Sequence[Group]) -> dict[str, Any] | None:
     """Settings in which the groups differ, a column for each."""
-    identities = [group.runs[0].identity for group in groups]
-    known = [identity for identity in identities if identity is not None]
-    if len(known) < 2:
-        return None
-    rows = [
-        [
-            tag("td", tag("code", key), class_="text"),
-            *(tag("td", "" if v is None else show_value(v), class_="value") for v in values),
-        ]
-        for key, values in settings_that_differ(known).items()
-    ]
-    if not rows:
-        return None
-    labels = [group.label for group, identity in zip(groups, identities, strict=True) if identity]
-    content = table(["setting", *labels], rows, 1 + len(labels))
-    return Section("settings", "In what they differ", content)
-
-
-def _runs(runs: Sequence[Run], groups: Sequence[Group]) -> Markup:
-    label = {id(run): group.label for group in groups for run in group.runs}
-    rows = [
-        [
-            tag("td", label[id(run)], class_="text"),
-            tag("td", str(run.folder.resolve()), class_="value"),
-            tag("td", _state(run), class_="text"),
-        ]
-        for run in runs
-    ]
-    return table(["", "directory", "state"], rows, 3)
-
-
-def _state(run: Run) -> str:
-    if run.finished:
-        return "finished"
-    return f"phase {run.under_way[0]}, {run.under_way[1]}" if run.under_way else "not finished"
+    known = [group for group in groups if group.runs[0].settings]
+    found = settings_that_differ([group.runs[0].settings for group in known])
+    rows = [[key, *map(show_value, values)] for key, values in found.items()]
+    return {"labels": [group.label for group in known], "rows": rows} if rows else None

@@ -1,173 +1,70 @@
-"""What all pages share: frame, tables, plots and pictures, in one HTML file that loads nothing."""
+"""Pages from templates: HTML files that hold their plots and pictures and load nothing."""
 
 from __future__ import annotations
 
 import base64
 import io
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from PIL import Image
 
 from cldetr import __version__
 from cldetr.files import atomic_path
-from cldetr.report.figures import panel_svg
-from cldetr.report.markup import Content, Markup, tag
-from cldetr.report.plotting import Plot, signed
+from cldetr.report.plotting import Plot, panel_svg, save_plot, signed
 
-_STYLE = Path(__file__).with_name("style.css")
-_MOST_PICTURES, _FIRST_PICTURES = 24, 8  # on a page, and of these at once
-_GLYPHS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★"}
-_WIDEST = 1600  # pixels of an embedded picture
+_MAX_PICTURES, _FIRST_PICTURES = 24, 8  # on a page, and of these at once
+_MAX_WIDTH = 1600  # pixels of an embedded picture
 
 
-@dataclass(frozen=True)
-class Section:
-    """A part of a page with its place in the list of contents."""
+def write_page(path: Path, template: str, **content: Any) -> Path:
+    """Renders a template of `templates/` and writes it, atomically; returns the path.
 
-    name: str  # the anchor
-    title: str
-    content: Markup
-
-
-def write_page(path: Path, title: str, head: Content, sections: Iterable[Section | None]) -> None:
-    """Writes a page, atomically. Sections that are None are left out."""
-    shown = [section for section in sections if section is not None]
-    links = [tag("a", section.title, href=f"#{section.name}") for section in shown]
-    body = [
-        tag("header", head, tag("nav", links, aria_label="contents")),
-        *(
-            tag("section", tag("h2", section.title), section.content, id=section.name)
-            for section in shown
-        ),
-        tag("footer", f"Made by cldetr {__version__}. This page needs no network."),
-    ]
-    document = tag(
-        "html",
-        tag(
-            "head",
-            tag("meta", charset="utf-8"),
-            tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-            # Whatever a name in the data may hold: nothing is run and nothing is loaded.
-            tag(
-                "meta",
-                http_equiv="Content-Security-Policy",
-                content="default-src 'none'; style-src 'unsafe-inline'; img-src data:",
-            ),
-            tag("title", title),
-            tag("style", Markup(_STYLE.read_text(encoding="utf-8"))),
-        ),
-        tag("body", tag("main", body)),
-        lang="en",
-    )
-    with atomic_path(path) as partial:
-        partial.write_text(f"<!DOCTYPE html>\n{document}\n", encoding="utf-8", errors="replace")
-
-
-def table(
-    header: Sequence[Content],
-    rows: Iterable[Sequence[Content] | Markup],
-    text_columns: int = 1,
-    grouped: bool = False,
-) -> Markup:
-    """A table whose first columns are text and whose others are numbers.
-
-    Args:
-        header: the names of the columns; one that is a `th` already stays as it is.
-        rows: cells, or rows from `table_row`.
-        text_columns: how many columns are text.
-        grouped: draw lines between groups alone, where a row has the class "first".
+    All values are escaped; only the SVG of plots is markup.
     """
-    names = [
-        cell
-        if isinstance(cell, Markup) and cell.startswith("<th")
-        else tag("th", cell, class_="text" if place < text_columns else None, scope="col")
-        for place, cell in enumerate(header)
-    ]
-    body = [row if isinstance(row, Markup) else table_row(row, text_columns) for row in rows]
-    return tag(
-        "div",
-        tag(
-            "table",
-            tag("thead", tag("tr", names)),
-            tag("tbody", body),
-            class_="grouped" if grouped else None,
-        ),
-        class_="wide",
+    environment = Environment(
+        loader=PackageLoader("cldetr.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
+    environment.filters |= {"number": signed, "thousands": thousands, "phase_cells": _phase_cells}
+    environment.globals |= {"panel_svg": panel_svg, "version": __version__}
+    text = environment.get_template(template).render(content)
+    with atomic_path(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="replace")
+    return path
 
 
-def table_row(cells: Sequence[Content], text_columns: int = 1, class_: str | None = None) -> Markup:
-    """One row of a table; a cell that is a `td` already stays as it is."""
-    made = [
-        cell
-        if isinstance(cell, Markup) and cell.startswith("<td")
-        else tag("td", cell, class_="text" if place < text_columns else None)
-        for place, cell in enumerate(cells)
-    ]
-    return tag("tr", made, class_=class_)
+def save_plots(plots: Iterable[Plot | None], folder: Path) -> list[Plot]:
+    """Writes plots as files and returns those that there are."""
+    drawn = [plot for plot in plots if plot is not None]
+    for plot in drawn:
+        save_plot(plot, folder)
+    return drawn
 
 
-def show_plot(plot: Plot, page: str, heading: bool = True) -> Markup:
-    """A plot's panels with its legend and how to read it."""
-    legend = [
-        tag("li", tag("i", _GLYPHS[key.marker], style=f"color:{key.colour}"), key.label)
-        for key in plot.legend
-    ]
-    panels = [
-        panel_svg(panel, f"{page}/{plot.name}/{place}") for place, panel in enumerate(plot.panels)
-    ]
-    return Markup(
-        "".join(
-            [
-                tag("h3", plot.title) if heading else "",
-                tag("p", plot.text, class_="muted"),
-                tag("ul", legend, class_="legend") if legend else "",
-                tag("div", panels, class_="panels"),
-            ]
-        )
-    )
-
-
-def show_pictures(pictures: Sequence[tuple[Path, str]], problems: list[str]) -> Markup:
+def embed_pictures(
+    pictures: Sequence[tuple[Path, str]], problems: list[str]
+) -> dict[str, Any] | None:
     """Picture files with their captions; those that cannot be read are added to `problems`."""
     shown = []
-    for path, caption in pictures[:_MOST_PICTURES]:
+    for path, caption in pictures[:_MAX_PICTURES]:
         try:
-            source, broad = _embed(path)
+            shown.append({**_embed(path), "caption": caption})
         except (OSError, ValueError, SyntaxError) as error:
             problems.append(f"{path.parent.name}/{path.name}: {error}")
-            continue
-        image = tag("img", src=source, alt=caption, class_="broad" if broad else None)
-        frame = tag("div", image, class_="frame")
-        shown.append(tag("figure", frame, tag("figcaption", caption)))
-    more = len(pictures) - _MOST_PICTURES
-    note = tag("p", f"… and {more} more in the run directory.", class_="muted") if more > 0 else ""
-    rest = Markup("")
-    if shown[_FIRST_PICTURES:]:
-        count = len(shown) - _FIRST_PICTURES
-        hidden = tag("div", shown[_FIRST_PICTURES:], class_="pictures")
-        rest = tag("details", tag("summary", f"{count} more pictures"), hidden)
-    return Markup(tag("div", shown[:_FIRST_PICTURES], class_="pictures") + rest + note)
+    more = max(len(pictures) - _MAX_PICTURES, 0)
+    parts = {"first": shown[:_FIRST_PICTURES], "rest": shown[_FIRST_PICTURES:], "more": more}
+    return parts if pictures else None
 
 
-def show_problems(problems: Sequence[str]) -> Markup:
-    """A notice of what could not be read; nothing where all could."""
-    if not problems:
-        return Markup("")
-    items = [tag("li", problem) for problem in problems]
-    return tag("div", "Not all of the run could be read:", tag("ul", items), class_="notice")
-
-
-def number(value: float | None, plus: bool = False) -> str:
-    """A metric with one decimal; "n/a" where it is not defined."""
-    return "n/a" if value is None else signed(value, plus)
-
-
-def metric_cells(scores: Mapping[str, float | None] | None, metrics: Sequence[str]) -> list[str]:
-    """The cells of a set's metrics."""
-    return [number(None if scores is None else scores[metric]) for metric in metrics]
+def thousands(value: float) -> str:
+    """A whole number with its thousands apart."""
+    return f"{value:,.0f}"
 
 
 def duration(seconds: float | None) -> str:
@@ -181,28 +78,31 @@ def duration(seconds: float | None) -> str:
 
 
 def show_value(value: object) -> str:
-    """A setting as people write it."""
+    """A setting as people write it; nothing for one that is not used."""
     if value is None:
-        return "off"
-    if isinstance(value, dict):
-        return "on: " + ", ".join(f"{key} {show_value(item)}" for key, item in value.items())
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return ", ".join(show_value(item) for item in value) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    return str(value) or "none"
+        return ""
+    if isinstance(value, (list, tuple)):
+        parts = [f"[{show_value(x)}]" if isinstance(x, list) else show_value(x) for x in value]
+        return ", ".join(parts) or "none"
+    return f"{value:g}" if isinstance(value, float) else str(value) or "none"
 
 
-def _embed(path: Path) -> tuple[str, bool]:
+def _phase_cells(phase: Mapping[str, Any]) -> list[str]:
+    keys = ("index", "classes", "images", "annotated", "empty", "instances", "crowd")
+    hidden = phase["hidden"]
+    return [
+        thousands(value) for value in (*(phase[k] for k in keys), hidden["old"], hidden["future"])
+    ]
+
+
+def _embed(path: Path) -> dict[str, Any]:
     """A picture as a data address, and whether it is broad.
 
     It stays as it is, or becomes WebP where that is less, in a width that a page can show.
     """
     with Image.open(path) as image:
         image.load()
-        width = min(image.width, _WIDEST)
+        width = min(image.width, _MAX_WIDTH)
         size = (width, max(round(image.height * width / image.width), 1))
         small = image.convert("RGB").resize(size, Image.Resampling.LANCZOS)
     stream = io.BytesIO()
@@ -210,5 +110,5 @@ def _embed(path: Path) -> tuple[str, bool]:
     kind, content = "webp", stream.getvalue()
     if path.stat().st_size <= len(content):
         kind, content = "png", path.read_bytes()
-    address = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
-    return address, size[0] > 1.5 * size[1]
+    source = f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+    return {"source": source, "broad": size[0] > 1.5 * size[1]}

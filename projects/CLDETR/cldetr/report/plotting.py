@@ -1,4 +1,4 @@
-"""How plots look, and what they are made of; `figures.py` turns them into SVG and PNG.
+"""How plots look, and what they are made of.
 
 A plot is a row of panels. A page shows each panel as an SVG of its own, so that panels stand side
 by side on a desk and one below the other on a phone; a file has them all in one figure.
@@ -7,24 +7,54 @@ by side on a desk and one below the other on a phone; a file has them all in one
 from __future__ import annotations
 
 import functools
+import io
 import re
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
+import matplotlib as mpl
+from markupsafe import Markup, escape
 from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
+
+from cldetr.files import atomic_path
 
 T = TypeVar("T")
 
 INK, LINE, MUTED = "#24292f", "#d8dee4", "#8c959f"  # pages replace them to follow their theme
 # Apart for colour-blind readers too (after Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8f7700", "#808080")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★"}
 LOST, GAINED = "#c2410c", "#0072b2"
 ROW = 17  # pixels of a row in charts with a row for each category
-MOST_ROWS = 42  # in one panel
+MAX_ROWS = 42  # in one panel
 WIDTH, HEIGHT = 360, 250
+
+_UNIT = 72  # pixels to an inch: a point of text is then a pixel of the page
+_STYLE: dict[Any, Any] = {
+    **{"font.family": "sans-serif", "font.size": 11, "text.color": INK},
+    "text.parse_math": False,  # a category may be called "$5 bill"
+    **{"axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left"},
+    **{"axes.titlepad": 10, "axes.titlecolor": INK, "axes.labelsize": 11, "axes.labelcolor": INK},
+    **{"axes.facecolor": "none", "axes.edgecolor": MUTED, "axes.axisbelow": True},
+    **{"axes.spines.top": False, "axes.spines.right": False},
+    **{"axes.grid": True, "grid.color": LINE, "grid.linewidth": 0.8},
+    **{f"{axis}tick.color": MUTED for axis in "xy"},
+    **{f"{axis}tick.labelcolor": INK for axis in "xy"},
+    **{f"{axis}tick.labelsize": 10.5 for axis in "xy"},
+    **{"legend.frameon": False, "legend.fontsize": 10, "legend.loc": "upper right"},
+    **{"legend.borderaxespad": 0.1, "legend.columnspacing": 1.0, "legend.handlelength": 1.2},
+    "svg.fonttype": "none",  # text stays text: small, searchable, in the reader's font
+}
 
 
 @dataclass(frozen=True)
@@ -45,6 +75,11 @@ class Key:
     colour: str
     marker: str = "o"
 
+    @property
+    def glyph(self) -> str:
+        """The marker as text."""
+        return MARKERS[self.marker]
+
 
 @dataclass(frozen=True)
 class Plot:
@@ -57,19 +92,73 @@ class Plot:
     legend: list[Key] = field(default_factory=list)
 
 
+def panel_svg(panel: Panel, salt: str) -> Markup:
+    """One panel as an SVG element for a page, in the page's own colours.
+
+    Args:
+        panel: what to draw.
+        salt: unlike that of every other panel of the page, so that their ids differ.
+    """
+    with _style(salt):
+        size = (panel.width / _UNIT, panel.height / _UNIT)
+        figure = Figure(size, layout="constrained", facecolor="none")
+        _draw(figure.add_subplot(), panel)
+        text = _render_svg(figure)
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = re.sub(r'<g id="[^"]*">', "<g>", text)
+    view = f"0 0 {panel.width} {panel.height}"
+    head = f'<svg viewBox="{view}" role="img" aria-label="{escape(panel.title)}">'
+    text = re.sub(r"\A<svg[^>]*>", lambda _: head, text)
+    for colour, name in ((INK, "currentColor"), (LINE, "var(--line)"), (MUTED, "var(--muted)")):
+        text = text.replace(colour, name)
+    return Markup(text)
+
+
+def save_plot(plot: Plot, folder: Path) -> list[Path]:
+    """Writes NAME.png and NAME.svg with all panels in one figure; returns their paths."""
+    columns = 2 if len(plot.panels) == 4 else min(len(plot.panels), 3)
+    rows = [plot.panels[at : at + columns] for at in range(0, len(plot.panels), columns)]
+    heights = [max(panel.height for panel in row) for row in rows]
+    legend = 26 * -(-len(plot.legend) // 3) + 8 if plot.legend else 0
+    width = sum(panel.width for panel in rows[0])
+    with _style(plot.name):
+        size = (width / _UNIT, (sum(heights) + legend) / _UNIT)
+        layout = ConstrainedLayoutEngine(w_pad=8 / _UNIT, h_pad=8 / _UNIT)
+        figure = Figure(size, layout=layout, facecolor="white", dpi=2 * _UNIT)
+        grid = figure.add_gridspec(len(rows), columns, height_ratios=heights)
+        for i, row in enumerate(rows):
+            for j, panel in enumerate(row):
+                _draw(figure.add_subplot(grid[i, j]), panel)
+        if plot.legend:
+            handles = [
+                Line2D([], [], color=key.colour, marker=key.marker, label=tidy(key.label, 48))
+                for key in plot.legend
+            ]
+            figure.legend(handles=handles, loc="outside lower left", ncols=min(len(handles), 3))
+        paths = [folder / f"{plot.name}.png", folder / f"{plot.name}.svg"]
+        with atomic_path(paths[0]) as partial:
+            FigureCanvasAgg(figure).print_png(partial)
+        figure.set_layout_engine("none")  # the SVG keeps the layout, which takes long to find
+        with atomic_path(paths[1]) as partial:
+            partial.write_text(_render_svg(figure), encoding="utf-8")
+    return paths
+
+
 def row_panels(
     title: str, rows: Sequence[T], draw: Callable[[Sequence[T], Axes], None]
 ) -> list[Panel]:
     """Panels with a row for each entry, as many as keep them at a readable height."""
-    count = -(-len(rows) // MOST_ROWS)
+    count = -(-len(rows) // MAX_ROWS)
     size = -(-len(rows) // count) if count else 1
+    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
     return [
         Panel(
-            f"{title} ({place + 1}/{count})" if count > 1 else title,
-            functools.partial(draw, rows[place * size : (place + 1) * size]),
-            76 + ROW * max(len(rows[place * size : (place + 1) * size]), 2),
+            f"{title} ({number}/{count})" if count > 1 else title,
+            functools.partial(draw, part),
+            76 + ROW * max(len(part), 2),
         )
-        for place in range(count)
+        for number, part in enumerate(parts, start=1)
     ]
 
 
@@ -78,21 +167,23 @@ def draw_amounts(
 ) -> None:
     """Draws a bar with its value for each row; `top` is the highest value of all panels."""
     highest = max([top, *(value for _, value in rows)])
-    for place, (_, value) in enumerate(rows):
-        ax.barh(place, value, height=0.7, color=COLOURS[0])
-        text = f"{value:,.0f}" if whole else _amount(value)
-        ax.annotate(text, (value, place), xytext=(4, 0), textcoords="offset points", va="center")
+    for index, (_, value) in enumerate(rows):
+        ax.barh(index, value, height=0.7, color=COLOURS[0])
+        text = f"{value:,.0f}" if whole or value >= 100 else f"{value:.{1 if value >= 1 else 2}f}"
+        if 0 < value < 0.01:
+            text = "<0.01"
+        ax.annotate(text, (value, index), xytext=(4, 0), textcoords="offset points", va="center")
     ax.set_xlim(0, (highest or 1.0) * 1.28)
     if whole:
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
     name_rows(ax, [name for name, _ in rows])
 
 
-def tidy(name: str, most: int = 24) -> str:
+def tidy(name: str, limit: int = 24) -> str:
     """A label that fits: one line without control characters, shortened in the middle."""
     name = re.sub(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]+", " ", name).strip()
-    half = (most - 1) // 2
-    return name if len(name) <= most else f"{name[: most - 1 - half]}…{name[-half:]}"
+    half = (limit - 1) // 2
+    return name if len(name) <= limit else f"{name[: limit - 1 - half]}…{name[-half:]}"
 
 
 def name_rows(ax: Axes, names: Sequence[str], guides: bool = False) -> None:
@@ -106,32 +197,23 @@ def name_rows(ax: Axes, names: Sequence[str], guides: bool = False) -> None:
 
 def mark_rows(ax: Axes, values: Sequence[float | None], colour: str, marker: str) -> None:
     """A mark in each row that has a value."""
-    rows = [place for place, value in enumerate(values) if value is not None]
+    rows = [row for row, value in enumerate(values) if value is not None]
     known = [value for value in values if value is not None]
     ax.scatter(known, rows, s=25, color=colour, marker=marker, zorder=2)
 
 
-def style_of(place: int) -> tuple[str, str]:
+def style_of(index: int) -> tuple[str, str]:
     """The colour and the marker of one of several runs."""
-    return COLOURS[place % len(COLOURS)], MARKERS[(place + place // len(COLOURS)) % len(MARKERS)]
+    markers = list(MARKERS)
+    return COLOURS[index % len(COLOURS)], markers[(index + index // len(COLOURS)) % len(markers)]
 
 
-def signed(value: float, plus: bool = False) -> str:
-    """A number with one decimal, a proper minus sign and no "−0.0"."""
+def signed(value: float | None, plus: bool = False) -> str:
+    """A number with one decimal, a proper minus sign and no "−0.0"; "n/a" for None."""
+    if value is None:
+        return "n/a"
     value = round(value, 1) + 0.0
     return (f"{value:+.1f}" if plus else f"{value:.1f}").replace("-", "−")
-
-
-def _amount(value: float) -> str:
-    return (
-        f"{value:,.0f}"
-        if value >= 100
-        else f"{value:.1f}"
-        if value >= 1
-        else f"{value:.2f}"
-        if value >= 0.01 or value == 0
-        else "<0.01"
-    )
 
 
 def short_count(value: float) -> str:
@@ -140,3 +222,23 @@ def short_count(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:g}{unit}"
     return f"{value:g}"
+
+
+def _draw(ax: Axes, panel: Panel) -> None:
+    ax.set_title(tidy(panel.title, 60))
+    panel.draw(ax)
+
+
+def _render_svg(figure: Figure) -> str:
+    stream = io.StringIO()
+    # Not by savefig, which draws a figure with a layout engine twice.
+    FigureCanvasSVG(figure).print_svg(stream, metadata={"Date": None})
+    return stream.getvalue()
+
+
+@contextmanager
+def _style(salt: str) -> Iterator[None]:
+    with mpl.rc_context({**_STYLE, "svg.hashsalt": salt}), warnings.catch_warnings():
+        # Names in scripts that the drawing font lacks: the SVG shows them, the PNG cannot.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield

@@ -17,13 +17,14 @@ import msgspec
 
 from cldetr.data.manifest import load_manifest
 from cldetr.data.memory import ExemplarMemory
-from cldetr.engine.average_precision import METRICS, Scores
-from cldetr.engine.ledger import STAGES, read_json
-from cldetr.engine.results import load_results, summarise
+from cldetr.engine.ledger import STAGES, read_identity, read_json
 from cldetr.errors import InputError
+from cldetr.evaluation.average_precision import Scores
+from cldetr.evaluation.results import load_results, summarise
 from cldetr.scenario import Scenario
 
 T = TypeVar("T")
+Pictures = list[tuple[Path, str]]  # files with their captions
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Run:
     """What a run directory says."""
 
     folder: Path
-    identity: dict[str, Any] | None = None  # recipe.json
+    settings: dict[str, Any] = field(default_factory=dict)  # identity.json: METHOD.NAME …
     scenario: Scenario | None = None  # manifest.json
     audit: dict[str, Any] | None = None  # audit.json
     starts: list[dict[str, Any]] = field(default_factory=list)  # starts.json
@@ -59,16 +60,15 @@ class Run:
     results: dict[str, Any] | None = None  # of the phases that are evaluated
     memory: ExemplarMemory | None = None  # the newest
     curve: list[dict[str, float]] = field(default_factory=list)  # metrics.json, by iteration
-    pictures: list[tuple[Path, str]] = field(default_factory=list)  # files with captions
-    diagnostics: list[tuple[Path, str]] = field(default_factory=list)
+    pictures: Pictures = field(default_factory=list)
+    diagnostics: Pictures = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
 
     @property
     def method(self) -> str:
         """What the run calls its method."""
-        if self.identity is not None:
-            return str(self.identity["method"].get("name", "run"))
-        return str(self.results["method"]) if self.results else "run"
+        named = self.results["method"] if self.results else "run"
+        return str(self.settings.get("METHOD.NAME", named))
 
     @property
     def scenario_name(self) -> str:
@@ -82,6 +82,24 @@ class Run:
         """Whether all phases are evaluated."""
         done = len(self.results["phases"]) if self.results else 0
         return done > 0 and (self.scenario is None or done >= len(self.scenario.phases))
+
+    @property
+    def state(self) -> str:
+        """Where the run is, in words."""
+        if self.finished:
+            return "finished"
+        where = ": phase {}, {}".format(*self.under_way) if self.under_way else ""
+        return f"not finished{where}"
+
+    @property
+    def seconds(self) -> float:
+        """The time of all finished stages."""
+        return sum(stage.number("seconds") or 0.0 for stage in self.stages)
+
+    @property
+    def first_phase_given(self) -> bool:
+        """Whether the first phase was not trained, but taken over from another run."""
+        return any(stage.facts.get("given") for stage in self.stages)
 
 
 def find_runs(paths: Sequence[Path]) -> list[Path]:
@@ -112,33 +130,32 @@ class _Reader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.problems: list[str] = []
-        numbers = (re.fullmatch(r"phase(\d+)", path.name) for path in folder.iterdir())
-        self.phases = sorted(int(match[1]) for match in numbers if match)
+        matches = (re.fullmatch(r"phase(\d+)", path.name) for path in folder.iterdir())
+        self.phases = sorted(int(match[1]) for match in matches if match)
 
     def read(self) -> Run:
-        identity = self._attempt(_identity, "recipe.json")
+        settings = self._attempt(read_identity, "identity.json") or {}
         scenario = self._attempt(load_manifest, "manifest.json")
         memories = [
             self._attempt(ExemplarMemory.load, f"phase{phase}/select/memory.json")
             for phase in self.phases
         ]
         stages, under_way = self._stages()
-        run = Run(
+        return Run(
             folder=self.folder,
-            identity=identity,
+            settings=settings,
             scenario=scenario,
-            audit=self._attempt(_audit, "audit.json"),
-            starts=self._attempt(_starts, "starts.json") or [],
+            audit=self._attempt(_checked(_AUDIT), "audit.json"),
+            starts=(self._attempt(_checked(_STARTS), "starts.json") or {"starts": []})["starts"],
             stages=stages,
-            results=self._results(identity, scenario),
+            under_way=under_way,
+            results=self._results(settings, scenario),
             memory=next((memory for memory in reversed(memories) if memory is not None), None),
             curve=self._attempt(self._curve, "metrics.json") or [],
             pictures=self._pictures("pictures"),
             diagnostics=self._pictures("diagnostics"),
             problems=self.problems,
-            under_way=under_way,
         )
-        return run
 
     def _attempt(self, read: Callable[[Path], T], name: str) -> T | None:
         """What a reader makes of a file; None where it is absent or not as it should be."""
@@ -165,25 +182,22 @@ class _Reader:
         return stages, under_way
 
     def _results(
-        self, identity: dict[str, Any] | None, scenario: Scenario | None
+        self, settings: dict[str, Any], scenario: Scenario | None
     ) -> dict[str, Any] | None:
         """results.json, or of an unfinished run the same from the phases that are evaluated."""
         whole = self._attempt(_whole_results, "results.json")
-        entries = []
-        for number, phase in enumerate(self.phases, start=1):
-            entry = self._attempt(_entry, f"phase{phase}/evaluate/metrics.json")
-            if entry is None or entry["phase"] != number:
+        entries: list[dict[str, Any]] = []
+        for phase in self.phases:
+            entry = self._attempt(_checked(_ENTRY), f"phase{phase}/evaluate/metrics.json")
+            if entry is None or entry["phase"] != len(entries) + 1:
                 break
             entries.append(entry)
         if whole is not None and len(whole["phases"]) >= len(entries):
             return whole
         if not entries:
             return None
-        return summarise(
-            entries,
-            scenario="unknown scenario" if scenario is None else scenario.name,
-            method="run" if identity is None else str(identity["method"].get("name", "run")),
-        )
+        name = "unknown scenario" if scenario is None else scenario.name
+        return summarise(entries, scenario=name, method=str(settings.get("METHOD.NAME", "run")))
 
     def _curve(self, path: Path) -> list[dict[str, float]]:
         """The lines of metrics.json by iteration; where a run was resumed, the later ones count."""
@@ -197,119 +211,77 @@ class _Reader:
                     {k: v for k, v in point.items() if isinstance(v, (int, float))}
                 )
             except (ValueError, TypeError, KeyError, AttributeError):
-                bad += line.endswith("\n")  # the last line may still be in the writing
+                bad += line.endswith("\n")  # the last line may be incomplete: it is being written
         if bad:
             self.problems.append(f"{path.name}: {bad} of {len(lines)} lines cannot be read")
         return [points[iteration] for iteration in sorted(points)]
 
-    def _pictures(self, name: str) -> list[tuple[Path, str]]:
+    def _pictures(self, name: str) -> Pictures:
         captions = self._attempt(read_json, f"{name}/captions.json") or {}
         files = sorted((self.folder / name).glob("*.png"), key=_latest_first)
-        plain = re.compile(r"[_\W]+")
         return [
-            (file, str(captions.get(file.name, plain.sub(" ", file.stem).strip())))
+            (file, str(captions.get(file.name, re.sub(r"[_\W]+", " ", file.stem).strip())))
             for file in files
         ]
 
 
-class _Entry(msgspec.Struct):
-    phase: int
-    all: Scores
-    old: Scores | None
-    new: Scores
-    groups: list[Scores]
-    per_category: dict[str, Scores]
-    stage: str | None = None
+def _shape(**fields: Any) -> Any:
+    return msgspec.defstruct("Shape", list(fields.items()))
 
 
-class _Results(msgspec.Struct):
-    scenario: str
-    method: str
-    phases: list[_Entry]
-    fpp: Scores | None
-    matrix: list[list[float | None]]
-    average_AP: float | None  # noqa: N815 - the file's name for it
-    forgetting: float | None
-    backward_transfer: float | None
-    gap_to_joint: Scores | None
+# What pages read of the files; these may hold more, and a metric that they lack is "n/a".
+_ENTRY = _shape(
+    phase=int,
+    all=Scores,
+    old=Scores | None,
+    new=Scores,
+    groups=list[Scores],
+    per_category=dict[str, Scores],
+)
+_RESULTS = _shape(
+    scenario=str,
+    method=str,
+    phases=list[_ENTRY],  # type: ignore[valid-type]
+    matrix=list[list[float | None]],
+    **dict.fromkeys(("fpp", "gap_to_joint"), Scores | None),
+    **dict.fromkeys(("average_AP", "forgetting", "backward_transfer"), float | None),
+)
+_COUNTS = ("index", "classes", "images", "annotated", "empty", "instances", "crowd")
+_PHASE = _shape(
+    **dict.fromkeys(_COUNTS, int),
+    **dict.fromkeys(("hidden", "instances_per_class"), dict[str, int]),
+)
+_AUDIT = _shape(
+    phases=list[_PHASE],  # type: ignore[valid-type]
+    overlap=list[dict[str, Any]],
+)
+_START = _shape(time=str, device=str, processes=int, versions=dict[str, str | None])
+_STARTS = _shape(starts=list[_START])  # type: ignore[valid-type]
 
 
-class _AuditPhase(msgspec.Struct):
-    index: int
-    classes: int
-    images: int
-    annotated: int
-    empty: int
-    instances: int
-    crowd: int
-    left_out: int
-    hidden: dict[str, int]
-    images_with_hidden: int
-    instances_per_class: dict[str, int]
+def _checked(kind: Any) -> Callable[[Path], dict[str, Any]]:
+    """A reader of JSON files that have at least the fields of a shape."""
 
+    def read(path: Path) -> dict[str, Any]:
+        content = read_json(path)
+        msgspec.convert(content, kind)
+        return content
 
-class _Audit(msgspec.Struct):
-    scenario: str
-    protocol: str
-    phases: list[_AuditPhase]
-    overlap: list[dict[str, Any]]
-    unused_images: int
-    repeated_files: int
-    classes_never_learnt: list[str]
-    classes_without_instances: list[dict[str, Any]]
-
-
-class _Start(msgspec.Struct):
-    time: str
-    device: str
-    processes: int
-    versions: dict[str, str | None]
-
-
-def _stage(path: Path) -> Stage:
-    record = read_json(path)
-    return msgspec.convert({**record, "name": path.parent.name}, Stage)
-
-
-def _identity(path: Path) -> dict[str, Any]:
-    identity = msgspec.convert(read_json(path).get("identity"), dict[str, Any])
-    msgspec.convert(identity.get("method"), dict[str, Any])
-    return identity
+    return read
 
 
 def _whole_results(path: Path) -> dict[str, Any]:
     results = load_results(path)
-    _check_scores(msgspec.convert(results, _Results).phases)
+    msgspec.convert(results, _RESULTS)
     return results
 
 
-def _entry(path: Path) -> dict[str, Any]:
-    entry = read_json(path)
-    _check_scores([msgspec.convert(entry, _Entry)])
-    return entry
-
-
-def _check_scores(entries: Sequence[_Entry]) -> None:
-    for entry in entries:
-        sets = [entry.all, entry.new, *entry.groups, *entry.per_category.values()]
-        for scores in sets if entry.old is None else [*sets, entry.old]:
-            if missing := [metric for metric in METRICS if metric not in scores]:
-                raise ValueError(f"no {missing[0]} in the scores of phase {entry.phase}")
-
-
-def _audit(path: Path) -> dict[str, Any]:
-    audit = read_json(path)
-    msgspec.convert(audit, _Audit)
-    return audit
-
-
-def _starts(path: Path) -> list[dict[str, Any]]:
-    starts = msgspec.convert(read_json(path).get("starts"), list[_Start])
-    return msgspec.to_builtins(starts)
+def _stage(path: Path) -> Stage:
+    return msgspec.convert({**read_json(path), "name": path.parent.name}, Stage)
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in ("recipe.json", "results.json"))
+    return any((folder / name).is_file() for name in ("identity.json", "results.json"))
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cldetr.engine.recipe import differing
+from cldetr.config import default_config, identity
 from cldetr.report.rundir import Run, Stage
 from cldetr.report.sweep_table import mean_interval
 
 SETS = ("all", "old", "new")
+_SEEDS = ("SEED", "SCENARIO.CLASS_SEED", "SCENARIO.DATA_SEED")
+_WEIGHTS = ("MODEL.WEIGHTS", "MODEL.DETECTOR")
 
 
 @dataclass(frozen=True)
@@ -137,51 +139,57 @@ def curve_of(run: Run, key: str) -> tuple[list[int], list[float]]:
     return [step for step, _ in points], [value for _, value in points]
 
 
-def differences_from(
-    reference: Mapping[str, Any], identity: Mapping[str, Any]
-) -> list[tuple[str, Any, Any]]:
-    """Settings that differ, as (key, reference's value, the run's value).
+def settings_in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run obeys; those that another one overrules are dropped.
 
-    A model from a LazyConfig is described by its own tree, which has no twin in a YAML config: it
-    is left out where the two are of different kinds.
+    Such as the settings of a part that is not enabled, the schedule of a first phase that was
+    taken over, or the class counts where the categories of each phase are listed.
     """
-    ours, theirs = dict(identity), dict(reference)
-    models = [dict(one.get("model") or {}) for one in (theirs, ours)]
-    if len({"META_ARCHITECTURE" in (model.get("description") or {}) for model in models}) > 1:
-        for model in models:
-            model.pop("description", None)
-    theirs["model"], ours["model"] = models
+    switches = ((key.partition("ENABLED"), on) for key, on in settings.items())
+    off = [part for (part, switch, rest), on in switches if switch and not rest and on is False]
+    unused = ["MODEL.DETR.NUM_CLASSES"]  # it follows from the data
+    if "METHOD.CALIBRATE." in off:
+        unused.append("SCHEDULE.CALIBRATE.")
+    if settings.get("MODEL.DETECTOR"):
+        unused.append("SCHEDULE.FIRST.")
+    if settings.get("SCENARIO.PHASES"):
+        unused += ["SCENARIO.NAME", "SCENARIO.ORDER"]
+    if len(settings.get("DATASETS.TRAIN", ())) > 1:  # a data set for each phase
+        unused.append("SCENARIO.")
+    if any(key.startswith("LAZY.model.") for key in settings):
+        unused += [key for key in settings if key.startswith("MODEL.") and key not in _WEIGHTS]
+    return {
+        key: value
+        for key, value in settings.items()
+        if not key.startswith(tuple(unused))
+        if not any(key.startswith(part) and key != f"{part}ENABLED" for part in off)
+    }
+
+
+def settings_set(settings: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Settings in use that are not the defaults, as (key, default, the run's value)."""
+    defaults = identity(default_config())
     return [
-        (key.replace("model.description.", "model."), before, now)
-        for key, before, now in differing(theirs, ours)
-        if not key.endswith("DETR.NUM_CLASSES")  # a run sets it by its scenario
+        (key, defaults.get(key), value)
+        for key, value in settings_in_use(settings).items()
+        if value != defaults.get(key)
     ]
 
 
-def settings_that_differ(identities: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Settings in which runs differ, as key → each run's value; seeds are left out.
+def settings_that_differ(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Settings in which runs differ, as key → each run's value, None where it is not in use.
 
-    A part of the method that a run does not use is "off", and its own settings are None there.
+    Seeds, and the file of a first phase that was taken over, are no differences.
     """
-    flat = [dict(_flatten(identity)) for identity in identities]
-    keys = sorted({key for one in flat for key in one})
-    skipped = ("seed", "scenario.class_seed", "scenario.data_seed", "model.detector", "method.name")
+    used = [settings_in_use(settings) for settings in runs]
     found = {}
-    for key in keys:
-        values = [one.get(key) for one in flat]
+    for key in dict.fromkeys(key for one in used for key in one):
+        values = [one.get(key) for one in used]
         known = [value for value in values if value is not None]
-        if key not in skipped and any(value != known[0] for value in known):
-            found[key.replace("model.description.", "model.")] = values
+        skipped = key in (*_SEEDS, "MODEL.DETECTOR", "METHOD.NAME")
+        if not skipped and any(value != known[0] for value in known):
+            found[key] = values
     return found
-
-
-def _flatten(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            yield f"{prefix}{key}", "on"
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", "off" if value is None else value
 
 
 @dataclass(frozen=True)
@@ -212,7 +220,7 @@ class Group:
         sets = [
             run.results["phases"][-1][name] for run in self.runs if run.results and run.finished
         ]
-        return [value for scores in sets if scores and (value := scores[metric]) is not None]
+        return [value for scores in sets if scores and (value := scores.get(metric)) is not None]
 
     def numbers(self, key: str) -> list[float]:
         """The same of a number of the whole run: "fpp" (its AP), "average_AP", "forgetting"."""
@@ -239,43 +247,36 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
         members.setdefault(_without_seeds(run), []).append(run)
     groups: list[tuple[Run, ...]] = []
     for found in members.values():
-        repeats = len({_seeds(run) for run in found}) == len(found)
+        seeds = {tuple(run.settings.get(key) for key in _SEEDS) for run in found}
+        repeats = len(seeds) == len(found)
         groups += [tuple(found)] if repeats else [(run,) for run in found]
     several = len({run.scenario_name for run in runs}) > 1
     labels = [
         f"{group[0].method}, {group[0].scenario_name}" if several else group[0].method
         for group in groups
     ]
-    places = _places([_place(group) for group in groups])
+    ends = _distinct_ends([_folder(group) for group in groups])
     return [
-        Group(f"{label} ({place})" if labels.count(label) > 1 else label, group)
-        for label, place, group in zip(labels, places, groups, strict=True)
+        Group(f"{label} ({end})" if labels.count(label) > 1 else label, group)
+        for label, end, group in zip(labels, ends, groups, strict=True)
     ]
 
 
 def _without_seeds(run: Run) -> str:
     """A key that runs share which differ in seeds alone."""
-    if run.identity is None:
+    if not run.settings:
         return str(run.folder)
-    rest = {key: value for key, value in run.identity.items() if key != "seed"}
     # Where the first phase is shared, each seed has a file of its own.
-    rest["model"] = {**rest.get("model", {}), "detector": ""}
-    rest["scenario"] = {**rest.get("scenario", {}), "class_seed": 0, "data_seed": 0}
+    rest = {k: v for k, v in run.settings.items() if k not in (*_SEEDS, "MODEL.DETECTOR")}
     return json.dumps(rest, sort_keys=True)
 
 
-def _seeds(run: Run) -> tuple[Any, ...]:
-    identity = run.identity or {}
-    scenario = identity.get("scenario", {})
-    return identity.get("seed"), scenario.get("class_seed"), scenario.get("data_seed")
-
-
-def _place(group: Sequence[Run]) -> Path:
+def _folder(group: Sequence[Run]) -> Path:
     folder = group[0].folder.resolve()
     return folder.parent if len(group) > 1 else folder  # as a sweep lays seeds out
 
 
-def _places(folders: Sequence[Path]) -> list[str]:
+def _distinct_ends(folders: Sequence[Path]) -> list[str]:
     """The shortest ends of paths that tell them apart."""
     for length in range(1, max(len(folder.parts) for folder in folders) + 1):
         ends = ["/".join(folder.parts[-length:]) for folder in folders]

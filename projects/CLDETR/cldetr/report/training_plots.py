@@ -112,9 +112,9 @@ def _draw_counts(
     ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
     ax.xaxis.set_minor_locator(NullLocator())
     phases = [count.phase for count in rows]
-    for place in range(1, len(rows)):
-        if phases[place] != phases[place - 1]:
-            ax.axhline(place - 0.5, color=MUTED, linewidth=0.8, linestyle=":")
+    for index in range(1, len(rows)):
+        if phases[index] != phases[index - 1]:
+            ax.axhline(index - 0.5, color=MUTED, linewidth=0.8, linestyle=":")
     name_rows(ax, [count.name for count in rows], guides=True)
     ax.set_xlabel("objects")
 
@@ -131,8 +131,8 @@ def _draw_curves(
         "pseudo/truth_per_image": "ground truth",
         "pseudo/per_image": "pseudo-labels",
     }
-    for place, (key, (steps, values)) in enumerate(curves.items()):
-        colour, marker = style_of(place)
+    for index, (key, (steps, values)) in enumerate(curves.items()):
+        colour, marker = style_of(index)
         few: dict[str, Any] = {"marker": marker, "markersize": 4} if len(steps) < 12 else {}
         for part in _apart(steps, spans):
             x, y = [steps[i] for i in part], [values[i] for i in part]
@@ -164,22 +164,22 @@ def _mark_stages(ax: Axes, spans: Sequence[Span]) -> None:
     """Phases with their numbers above the axes, calibration shaded."""
     above = ax.get_xaxis_transform()
     ax.set_title(ax.get_title(loc="left"), pad=19)
-    for place, span in enumerate(spans):
+    for index, span in enumerate(spans):
         if span.stage == "calibrate":
             ax.axvspan(span.first, span.last, color=LINE, alpha=0.6, linewidth=0, zorder=0)
-        if place == 0 or span.phase != spans[place - 1].phase:
+        if index == 0 or span.phase != spans[index - 1].phase:
             end = max(other.last for other in spans if other.phase == span.phase)
             wide = (end - span.first) / max(spans[-1].last, 1) > 0.25
             text = f"phase {span.phase}" if wide else str(span.phase)
             ax.text(span.first, 1.01, text, transform=above, fontsize=9.5, color=MUTED)
-            if place:
+            if index:
                 ax.axvline(span.first, color=MUTED, linewidth=0.9, linestyle=":")
 
 
 def _apart(steps: Sequence[int], spans: Sequence[Span]) -> list[list[int]]:
-    """Places of points, stage by stage: a line must not cross from one stage to the next."""
+    """Indices of points, stage by stage: a line must not cross from one stage to the next."""
     parts: dict[int, list[int]] = {}
-    for place, step in enumerate(steps):
+    for index, step in enumerate(steps):
         stage = sum(step > span.last for span in spans)
-        parts.setdefault(stage, []).append(place)
+        parts.setdefault(stage, []).append(index)
     return list(parts.values())

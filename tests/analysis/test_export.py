@@ -6,22 +6,28 @@ from pathlib import Path
 
 import pytest
 import torch
+from detectron2.modeling import build_model
 
+from cldetr.analysis import Predictor
+from cldetr.analysis.export import export_detector
 from cldetr.cli import main
+from cldetr.config import load_config
 from cldetr.data.mapper import Augmentation
-from cldetr.engine.from_yaml import recipe_from_yaml
 from cldetr.errors import InputError
-from cldetr.export import export_detector
 from cldetr.grouping import Category
-from cldetr.predict import Predictor
 
-TINY = str(Path(__file__).parent / "engine" / "tiny.yaml")
+TINY = str(Path(__file__).parents[1] / "engine" / "tiny.yaml")
 DETR = [
     *("MODEL.META_ARCHITECTURE", "DETR"),
     *("MODEL.RESNETS.OUT_FEATURES", "['res5']"),
     *("MODEL.DETR.IN_FEATURES", "['res5']"),
     *("MODEL.DETR.WITH_BOX_REFINE", "False"),
 ]
+
+
+def build(overrides=()):
+    return build_model(load_config(TINY, [*overrides, "MODEL.DETR.NUM_CLASSES", "4"]))
+
 
 ALONE = """
 import json, sys, torch
@@ -35,10 +41,10 @@ torch.save(model(image), sys.argv[3])
 
 @pytest.mark.parametrize("overrides", [[], DETR], ids=["DeformableDETR", "DETR"])
 def test_the_file_alone_detects_what_the_predictor_does(overrides, tmp_path):
-    detector = recipe_from_yaml(TINY, overrides).model.build(4)
+    detector = build(overrides)
     categories = [Category(label + 1, f"class {label}") for label in range(4)]
-    still = Augmentation(test_short_side=0)
-    predictor = Predictor(detector, categories, still, seen=["class 0", "class 2"])
+    as_it_is = Augmentation(test_short_side=0)
+    predictor = Predictor(detector, categories, as_it_is, seen=["class 0", "class 2"])
     assert export_detector(predictor, 64, 80, tmp_path / "model.pt2") < 1e-5
     image = torch.randint(0, 256, (3, 64, 80), dtype=torch.uint8)
     torch.save(image, tmp_path / "image.pt")
@@ -57,7 +63,7 @@ def test_the_file_alone_detects_what_the_predictor_does(overrides, tmp_path):
 
 
 def test_what_differs_is_not_written(tmp_path, monkeypatch):
-    detector = recipe_from_yaml(TINY).model.build(4)
+    detector = build()
     categories = [Category(label, str(label)) for label in range(4)]
     predictor = Predictor(detector, categories, Augmentation(test_short_side=0))
     monkeypatch.setattr(

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from cldetr.analysis.diagnose import diagnose, diagnose_run
 from cldetr.cli import main
-from cldetr.engine.from_run import recipe_of_run
+from cldetr.engine.restore import config_of_run
 from cldetr.errors import InputError
-from cldetr.report.diagnostics import diagnose, diagnose_run
 
 
 @pytest.fixture
@@ -48,13 +48,13 @@ def test_command_writes_table_json_csv_and_plots(run, capsys):
 
 
 def test_the_grid_has_the_runs_own_rule_with_its_own_counts(run):
-    recipe = recipe_of_run(run)
+    cfg = config_of_run(run)
     weights = run / "phase1/train/model.pth"
-    diagnosis = diagnose(recipe, 2, weights)
+    diagnosis = diagnose(cfg, 2, weights)
     grid, rule = diagnosis.counts.grid, diagnosis.rule
-    place = grid.k.index(rule.k), grid.iou.index(rule.iou), grid.score.index(rule.foreground)
-    assert diagnosis.counts.given[place].tolist() == diagnosis.given.tolist()
-    assert diagnosis.counts.right[place].tolist() == diagnosis.right.tolist()
+    setting = grid.k.index(rule.k), grid.iou.index(rule.iou), grid.score.index(rule.foreground)
+    assert diagnosis.counts.given[setting].tolist() == diagnosis.given.tolist()
+    assert diagnosis.counts.right[setting].tolist() == diagnosis.right.tolist()
     assert diagnosis.given.sum() > 0
     assert diagnosis.given[3] == 0  # the new class is never pseudo-labelled
 
@@ -65,11 +65,11 @@ def test_the_test_images_serve_too(run):
 
 
 def test_weights_and_a_config_suffice_before_any_training(run, tmp_path, capsys):
-    recipe = recipe_of_run(run)
+    cfg = config_of_run(run)
     config = tmp_path / "config.yaml"
     shutil.copy(Path(__file__).parents[1] / "engine/tiny.yaml", config)
-    words = ["DATASETS.TRAIN", f"['{recipe.data.train[0]}']"]
-    words += ["DATASETS.TEST", f"['{recipe.data.test[0]}']"]
+    words = ["DATASETS.TRAIN", f"['{cfg.DATASETS.TRAIN[0]}']"]
+    words += ["DATASETS.TEST", f"['{cfg.DATASETS.TEST[0]}']"]
     command = ["diagnose", "--weights", str(run / "phase1/train/model.pth"), "--config-file"]
     command += [str(config), "--out", str(tmp_path / "out"), "--limit", "4", "--set", *words]
     assert main(command) == 0
@@ -91,7 +91,7 @@ def test_what_is_missing_is_told(words, message, capsys):
 
 def test_a_phase_without_an_old_model_is_refused(run):
     with pytest.raises(InputError, match="phase 2 to 2"):
-        diagnose(recipe_of_run(run), 1, run / "phase1/train/model.pth")
+        diagnose(config_of_run(run), 1, run / "phase1/train/model.pth")
     shutil.rmtree(run / "phase1")
     with pytest.raises(InputError, match="not finished"):
         diagnose_run(run, phases=[2])

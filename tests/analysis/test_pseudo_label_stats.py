@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from cldetr.methods.evidence import Evidence, Grid, find_right
+from cldetr.analysis.pseudo_label_stats import Grid, PseudoLabelStats, match_true_positives
 from cldetr.methods.pseudo import (
     Predictions,
     PseudoRule,
@@ -49,11 +49,11 @@ def test_a_case_worked_by_hand():
         (0, 0.3, *other),
     )
     grid = Grid(k=(1, 2, 4, 5), iou=(0.7, 0.9), score=(0.2, 0.5, 0.65))
-    evidence = Evidence(3, grid)
-    evidence.add(
+    stats = PseudoLabelStats(3, grid)
+    stats.add(
         found, target((2, 0.8, 0.8, 0.2, 0.2)), target((0, *first), (0, *second), (1, *other))
     )
-    counts = evidence.count()
+    counts = stats.count()
     assert counts.images == 1
     assert counts.hidden.tolist() == [2, 1, 0]
     given, right = counts.given.sum(-1), counts.right.sum(-1)
@@ -73,9 +73,9 @@ def test_a_case_worked_by_hand():
 
 
 def test_nothing_given_has_no_precision():
-    evidence = Evidence(3, Grid(k=(1,), iou=(0.7,), score=(0.5,)))
-    evidence.add(predictions((0, 0.4, 0.5, 0.5, 0.2, 0.2)), target(), target((0, 0.5, 0.5, 1, 1)))
-    counts = evidence.count()
+    stats = PseudoLabelStats(3, Grid(k=(1,), iou=(0.7,), score=(0.5,)))
+    stats.add(predictions((0, 0.4, 0.5, 0.5, 0.2, 0.2)), target(), target((0, 0.5, 0.5, 1, 1)))
+    counts = stats.count()
     assert np.isnan(counts.precision()).all()
     assert counts.recall().item() == 0.0
 
@@ -135,13 +135,13 @@ def test_every_setting_equals_the_rule_itself(softmax):
             scores[image, query, label] += 0.4
     background = uniform(images, queries) * 0.6 if softmax else None
     grid = Grid(k=(1, 3, 6, 15), iou=(0.3, 0.7, 1.0), score=(0.0, 0.3, 0.6))
-    evidence = Evidence(classes, grid)
+    stats = PseudoLabelStats(classes, grid)
     usable = torch.tensor([True, True, True, False])
     for image in range(images):
         p_phi = None if background is None else background[image : image + 1]
         pred = Predictions(scores[image : image + 1] * usable, boxes[image : image + 1], p_phi)
-        evidence.add(pred, truths[image], hiddens[image])
-    counts = evidence.count()
+        stats.add(pred, truths[image], hiddens[image])
+    counts = stats.count()
     compared = 0
     for (j, k), (v, iou), (s, score) in _settings(grid):
         if softmax and score > 0 and k < queries:
@@ -169,9 +169,11 @@ def _settings(grid):
 def test_each_object_is_found_once_and_by_its_class():
     boxes = torch.tensor([[0, 0, 10, 10], [1, 0, 10, 10], [20, 0, 30, 10]], dtype=torch.float32)
     wanted = torch.tensor([[0, 0, 10, 10], [20, 0, 30, 10]], dtype=torch.float32)
-    right, found = find_right(boxes, torch.tensor([5, 5, 6]), wanted, torch.tensor([5, 7]))
+    right, found = match_true_positives(
+        boxes, torch.tensor([5, 5, 6]), wanted, torch.tensor([5, 7])
+    )
     assert right.tolist() == [True, False, False]
     assert found.tolist() == [True, False]
-    right, found = find_right(boxes[:0], torch.tensor([]), wanted, torch.tensor([5, 7]))
+    right, found = match_true_positives(boxes[:0], torch.tensor([]), wanted, torch.tensor([5, 7]))
     assert len(right) == 0
     assert not found.any()

@@ -1,7 +1,8 @@
 """Boxes with labels on images, so that a person can read them: sizes, colours, legends, panels.
 
-Small images are enlarged before anything is drawn on them. Labels look for a place where they cover
-neither each other nor small objects; one that finds none is left out and counted in the corner.
+Small images are enlarged before anything is drawn on them. A label goes where it covers no other
+label and hides no small object; one that finds no such spot is skipped, and the corner says how
+many were.
 
 All coordinates are pixels of the original image, boxes (left, top, right, bottom).
 """
@@ -18,6 +19,8 @@ import matplotlib
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
+from cldetr.files import atomic_path
+
 Color = tuple[int, int, int]
 Corners = tuple[float, float, float, float]
 
@@ -25,11 +28,12 @@ Corners = tuple[float, float, float, float]
 GREEN: Color = (20, 196, 20)  # ground truth
 BLUE: Color = (20, 20, 242)  # pseudo-labels
 YELLOW: Color = (247, 217, 110)  # predictions
-GREY: Color = (150, 150, 150)  # what was left aside
+GREY: Color = (150, 150, 150)  # what was dropped
 RED: Color = (226, 60, 40)  # what is wrong
 
-SHORT_SIDE = 480  # images smaller than this are enlarged to it
+_SHORT_SIDE = 480  # images smaller than this are enlarged to it
 _LONG_SIDE = 1600  # but not beyond this
+_MAX_HIDDEN = 0.5  # of a box, by a label
 _INK: Color = (33, 33, 33)
 _PAPER: Color = (255, 255, 255)
 
@@ -50,129 +54,107 @@ class Canvas:
     image: Image.Image
     scale: float
 
-    def place(self, corners: Sequence[float]) -> Corners:
-        """Corners in pixels of the canvas, inside it."""
-        width, height = self.image.size
-        x0, y0, x1, y1 = (float(value) * self.scale for value in corners)
-        limit_x, limit_y = width - 1.0, height - 1.0
-        x0, x1 = min(max(x0, 0.0), limit_x), min(max(x1, 0.0), limit_x)
-        y0, y1 = min(max(y0, 0.0), limit_y), min(max(y1, 0.0), limit_y)
+    def corners_of(self, box: Box) -> Corners:
+        """Corners in pixels of the canvas, clipped to it."""
+        limits = np.tile(np.array(self.image.size) - 1.0, 2)
+        x0, y0, x1, y1 = (np.array(box.corners) * self.scale).clip(0.0, limits).tolist()
         return x0, y0, max(x1, x0), max(y1, y0)
 
 
-def make_canvas(pixels: np.ndarray, short_side: int = SHORT_SIDE, fit: bool = False) -> Canvas:
+def make_canvas(pixels: np.ndarray, short_side: int = _SHORT_SIDE, fit: bool = False) -> Canvas:
     """Copies an RGB image (H, W, 3) to draw on, enlarged where it is smaller than `short_side`.
 
     With `fit` a larger one is reduced to it too, and its long side to at most 5/3 of that.
     """
     image = Image.fromarray(np.ascontiguousarray(pixels, dtype=np.uint8))
     short, long = sorted(image.size)
-    if fit:
-        scale = min(short_side / short, short_side * 5 / 3 / long)
-    else:
-        scale = max(1.0, min(short_side / short, _LONG_SIDE / long))
+    scale = min(short_side / short, (short_side * 5 / 3 if fit else _LONG_SIDE) / long)
+    if not fit:
+        scale = max(scale, 1.0)
     if scale != 1.0:
         size = (max(round(image.width * scale), 1), max(round(image.height * scale), 1))
-        filter = Image.Resampling.BICUBIC if scale > 1.0 else Image.Resampling.LANCZOS
-        image = image.resize(size, filter)
+        image = image.resize(size, Image.Resampling.BICUBIC)
     return Canvas(image, scale)
 
 
 def draw_boxes(canvas: Canvas, boxes: Sequence[Box]) -> None:
-    """Draws boxes, then their labels on top, those of the first boxes at the best places."""
+    """Draws boxes, then their labels on top, those of the first boxes at the best spots."""
     if not boxes:
         return
     pen = ImageDraw.Draw(canvas.image)
-    placed = [canvas.place(box.corners) for box in boxes]
+    corners = np.array([canvas.corners_of(box) for box in boxes])  # (N, 4)
     short = min(canvas.image.size)
     crowded = len(boxes) > 20
     line = max(round(short / (320 if crowded else 200)), 1)
-    for number in reversed(range(len(boxes))):
-        _outline(pen, _inset(placed, number, line), boxes[number].color, line)
+    for index in reversed(range(len(boxes))):
+        _outline(pen, _inset(corners, index, line), boxes[index].color, line)
     font = _font(max(min(round(short / 34), 26), 13) - (2 if crowded else 0))
-    labels = _Labels(pen, canvas.image.size, placed, font)
-    left_out = 0
-    for box, corners in zip(boxes, placed, strict=True):
-        if box.text and not labels.put(box.text, corners, box.color):
-            left_out += 1
-    if left_out:
-        labels.note(f"{left_out} labels left out")
+    labels = _Labels(pen, canvas.image.size, corners, font)
+    skipped = sum(
+        bool(box.text) and not labels.put(box.text, index, box.color)
+        for index, box in enumerate(boxes)
+    )
+    if skipped:
+        labels.note(f"{skipped} labels not shown")
 
 
 class _Labels:
-    """Places texts one after the other, each where it covers the least."""
+    """Writes texts one after the other, each where it covers the least."""
 
     def __init__(
         self,
         pen: ImageDraw.ImageDraw,
         size: tuple[int, int],
-        boxes: Sequence[Corners],
+        boxes: np.ndarray,
         font: ImageFont.FreeTypeFont,
     ) -> None:
         self.pen = pen
-        self.width, self.height = size
-        self.boxes = np.array(boxes).reshape(-1, 4)
+        self.size = np.array(size, dtype=float)
+        self.boxes = boxes
+        self.areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1).clip(min=1.0)
         self.font = font
         self.taken = np.zeros((0, 4))
 
-    def put(self, text: str, corners: Corners, color: Color) -> bool:
-        """Writes a label at the best free place by its box; False where there is none."""
-        width, height = self._size(text)
-        places = np.array(
-            [
-                (left, top, left + width, top + height)
-                for left, top in self._candidates(corners, width, height)
-            ]
-        )
-        free = _covered(places, self.taken).sum(axis=1) == 0
+    def put(self, text: str, index: int, color: Color) -> bool:
+        """Writes a label at the best free spot by its box; False where there is none."""
+        size = self._measure(text)
+        starts = self._candidates(self.boxes[index], *size).clip(0, (self.size - size).clip(min=0))
+        spots = np.concatenate([starts, starts + size], axis=1)
+        # How much of each box a label would hide: small objects are not to vanish under a label.
+        hidden = _shared_areas(spots, self.boxes) / self.areas
+        free = _shared_areas(spots, self.taken).sum(axis=1) == 0
+        free &= hidden.max(axis=1) <= _MAX_HIDDEN
         if not free.any():
             return False
-        # How much of each box a label would hide: small objects are not to vanish under a label.
-        areas = (self.boxes[:, 2:] - self.boxes[:, :2]).prod(axis=1).clip(min=1.0)
-        hidden = (_covered(places, self.boxes) / areas).sum(axis=1)
-        cost = np.where(free, hidden + 0.04 * np.arange(len(places)), np.inf)
-        self._write(text, places[int(cost.argmin())], color)
+        cost = np.where(free, hidden.sum(axis=1) + 0.04 * np.arange(len(spots)), np.inf)
+        self._write(text, spots[int(cost.argmin())], color)
         return True
 
     def note(self, text: str) -> None:
         """Writes in the lower right corner."""
-        width, height = self._size(text)
-        place = (self.width - width, self.height - height, self.width, self.height)
-        self._write(text, np.array(place, dtype=float), _INK)
+        self._write(text, np.concatenate([self.size - self._measure(text), self.size]), _INK)
 
-    def _candidates(
-        self, corners: Corners, width: float, height: float
-    ) -> list[tuple[float, float]]:
-        """Top left points around a box, the preferred first, moved into the image."""
-        x0, y0, x1, y1 = corners
-        wanted = [
-            (x0, y0 - height),  # above
-            (x0, y1),  # below
-            (x1 - width, y0 - height),
-            (x1 - width, y1),
-            (x1, y0),  # right
-            (x0 - width, y0),  # left
-            (x0, y0),  # inside
-            (x0, y1 - height),
-            (x1 - width, y0),
-            (x1 - width, y1 - height),
-            (x1, y1 - height),
-            (x0 - width, y1 - height),
-            *((x0, y0 - k * height) for k in (2, 3)),
-            *((x0, y1 + k * height) for k in (1, 2)),
-        ]
-        most_x, most_y = max(self.width - width, 0), max(self.height - height, 0)
-        return [(min(max(x, 0), most_x), min(max(y, 0), most_y)) for x, y in wanted]
+    @staticmethod
+    def _candidates(box: np.ndarray, width: float, height: float) -> np.ndarray:
+        """Top left points of a label around a box, the preferred first, (N, 2)."""
+        x0, y0, x1, y1 = box.tolist()
+        left, right, above, below = x0 - width, x1 - width, y0 - height, y1 - height
+        points = [(x0, above), (x0, y1), (right, above), (right, y1)]  # above and below
+        points += [(x1, y0), (left, y0)]  # at its sides
+        points += [(x0, y0), (x0, below), (right, y0), (right, below)]  # inside
+        points += [(x1, below), (left, below)]
+        points += [(x0, y0 - 2 * height), (x0, y0 - 3 * height)]  # further away
+        points += [(x0, y1 + height), (x0, y1 + 2 * height)]
+        return np.array(points)
 
-    def _size(self, text: str) -> tuple[float, float]:
-        ascent, descent = self.font.getmetrics()
-        return self.font.getlength(text) + 6, ascent + descent + 2
+    def _measure(self, text: str) -> np.ndarray:
+        return np.array([self.font.getlength(text) + 6, sum(self.font.getmetrics()) + 2])
 
-    def _write(self, text: str, place: np.ndarray, color: Color) -> None:
-        x0, y0, x1, y1 = place.tolist()
+    def _write(self, text: str, spot: np.ndarray, color: Color) -> None:
+        x0, y0, x1, y1 = spot.tolist()
         self.pen.rectangle((x0, y0, x1 - 1, y1 - 1), fill=color)
-        self.pen.text((x0 + 3, y0 + 1), text, fill=ink_on(color), font=self.font)
-        self.taken = np.concatenate([self.taken, place[None]])
+        self.pen.text((x0 + 3, y0 + 1), text, fill=_ink_on(color), font=self.font)
+        self.taken = np.concatenate([self.taken, spot[None]])
 
 
 def draw_links(
@@ -198,7 +180,7 @@ def draw_links(
         for x, y in ends:
             circle = (x - radius, y - radius, x + radius, y + radius)
             pen.ellipse(circle, fill=(*color, 255), outline=(*_PAPER, 255), width=fine)
-            pen.text((x, y), str(number), fill=ink_on(color), font=font, anchor="mm")
+            pen.text((x, y), str(number), fill=_ink_on(color), font=font, anchor="mm")
     layer = layer.resize(image.size, Image.Resampling.BOX)
     return Image.alpha_composite(image.convert("RGBA"), layer).convert("RGB")
 
@@ -226,8 +208,8 @@ def join_panels(
     corners = []
     left = margin
     for image, lines in zip(images, texts, strict=True):
-        for number, text in enumerate(lines):
-            pen.text((left, margin // 2 + number * line), text, fill=_INK, font=font)
+        for row, text in enumerate(lines):
+            pen.text((left, margin // 2 + row * line), text, fill=_INK, font=font)
         sheet.paste(image, (left, head))
         corners.append((left, head))
         left += image.width + gap
@@ -239,15 +221,20 @@ def join_panels(
     return sheet, corners
 
 
+def save_png(image: Image.Image, path: Path) -> None:
+    """Writes a picture, whole or not at all; little compression takes a fifth of the time."""
+    with atomic_path(path) as partial:
+        image.save(partial, format="PNG", compress_level=1)
+
+
 def class_color(label: int) -> Color:
     """A colour for a class; neighbours differ clearly, and every one can be seen on a photo."""
     hue = (0.02 + label * 0.618034) % 1.0
-    light = (0.55, 0.42, 0.66)[label % 3]
-    red, green, blue = colorsys.hls_to_rgb(hue, light, 0.85)
+    red, green, blue = colorsys.hls_to_rgb(hue, (0.55, 0.42, 0.66)[label % 3], 0.85)
     return round(red * 255), round(green * 255), round(blue * 255)
 
 
-def ink_on(color: Color) -> Color:
+def _ink_on(color: Color) -> Color:
     """Black or white, whichever reads better on a colour."""
     red, green, blue = color
     return _INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else _PAPER
@@ -258,20 +245,16 @@ def _clear(
 ) -> tuple[float, float]:
     """The nearest point below that keeps its distance from others."""
     x, y = point
-    for other_x, other_y in sorted(taken, key=lambda place: place[1]):
+    for other_x, other_y in sorted(taken, key=lambda other: other[1]):
         if abs(x - other_x) < distance and abs(y - other_y) < distance:
             y = other_y + distance
     return x, y
 
 
-def _inset(boxes: Sequence[Corners], number: int, line: int) -> Corners:
+def _inset(boxes: np.ndarray, index: int, line: int) -> Corners:
     """A box, drawn inside of those before it whose outlines it would cover."""
-    x0, y0, x1, y1 = boxes[number]
-    near = 2 * line
-    same = sum(
-        all(abs(a - b) <= near for a, b in zip(boxes[number], other, strict=True))
-        for other in boxes[:number]
-    )
+    x0, y0, x1, y1 = boxes[index].tolist()
+    same = int((abs(boxes[:index] - boxes[index]) <= 2 * line).all(axis=1).sum())
     shift = min(same * (line + 3), (x1 - x0) / 3, (y1 - y0) / 3)
     return x0 + shift, y0 + shift, x1 - shift, y1 - shift
 
@@ -284,10 +267,10 @@ def _outline(pen: ImageDraw.ImageDraw, corners: Corners, color: Color, width: in
     pen.rectangle(corners, outline=color, width=width)
 
 
-def _covered(places: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _shared_areas(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Areas that boxes (N, 4) share with others (M, 4), (N, M)."""
-    low = np.maximum(places[:, None, :2], others[None, :, :2])
-    high = np.minimum(places[:, None, 2:], others[None, :, 2:])
+    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
     return (high - low).clip(min=0).prod(axis=2)
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cldetr import drawing
-from cldetr.drawing import BLUE, GREEN, Box, class_color, draw_boxes, join_panels, make_canvas
+from cldetr.drawing import boxes as drawing
+from cldetr.drawing.boxes import BLUE, GREEN, Box, class_color, draw_boxes, join_panels, make_canvas
 
 
 def grey(height, width):
@@ -82,9 +82,9 @@ def test_labels_never_cover_each_other_and_what_has_no_room_is_counted(monkeypat
         canvas, [Box(tuple(box), class_color(i), f"class {i}") for i, box in enumerate(boxes)]
     )
     *labels, (note, _) = written
-    assert note == f"{80 - len(labels)} labels left out"
+    assert note == f"{80 - len(labels)} labels not shown"
     places = np.array([place for _, place in labels])
-    shared = drawing._covered(places, places)
+    shared = drawing._shared_areas(places, places)
     np.fill_diagonal(shared, 0)
     assert shared.max() == 0
     assert len(labels) > 30

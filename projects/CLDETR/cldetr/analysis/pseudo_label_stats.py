@@ -2,10 +2,10 @@
 
 The teacher's candidates of all images are kept as arrays, most confident first in each image. A
 setting keeps the first K foreground candidates, of a score above s, that overlap no ground truth of
-the new classes by more than λ; what it keeps is right where it finds a hidden object of its class
-at IoU ≥ 0.5 that no more confident one has found.
+the new classes by more than λ. A kept one is a true positive where it matches a hidden object of
+its class at IoU ≥ 0.5 that no more confident one has matched.
 
-Shape shorthand: N candidates of all images, M hidden objects of one image, S scores, J values of K,
+Shape shorthand: N candidates of one image, M hidden objects of one image, S scores, J values of K,
 V values of λ, C classes.
 """
 
@@ -14,14 +14,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_iou
 from cldetr.methods.pseudo import Predictions, PseudoRule, foreground_floor, select_all
 from cldetr.modeling.structures import Target
 
-RIGHT_IOU = 0.5
+MATCH_IOU = 0.5
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Counts:
         return 2 * self.right.sum(-1) / np.maximum(self.given.sum(-1) + self.hidden.sum(), 1)
 
     def best(self, allowed: np.ndarray | None = None) -> tuple[int, int, int]:
-        """The place of the best F1; of equals the one that restricts least.
+        """The indices of the best F1; of equals the one that restricts least.
 
         Args:
             allowed: (J, V, S), settings that can be had; None: all.
@@ -85,28 +84,22 @@ class Counts:
         return len(f1) - 1 - int(j), f1.shape[1] - 1 - int(v), int(s)
 
 
-class Evidence:
-    """Gathers the teacher's candidates, image by image."""
+class PseudoLabelStats:
+    """Collects the teacher's candidates, image by image."""
 
     def __init__(self, num_classes: int, grid: Grid) -> None:
         self.num_classes = num_classes
         self.grid = grid
         self.images = 0
-        self._ious = np.array(grid.iou, dtype=np.float32)
         self._rows: list[tuple[np.ndarray, ...]] = []  # rank, score, label, kept (V), right (V)
         self._hidden = np.zeros(num_classes, dtype=np.int64)
 
-    def add(
-        self,
-        predictions: Predictions,
-        truth: Target,
-        hidden: Target,
-    ) -> None:
+    def add(self, predictions: Predictions, truth: Target, hidden: Target) -> None:
         """Adds one image.
 
         Args:
             predictions: the teacher's, a batch of one, with scores of old classes alone.
-            truth: ground truth of the new classes, which pseudo-labels must leave alone.
+            truth: ground truth of the new classes, which pseudo-labels must not overlap.
             hidden: the old objects, which training does not see.
         """
         self.images += 1
@@ -119,23 +112,15 @@ class Evidence:
         )
         if not len(queries):
             return
-        boxes = predictions.boxes[0, queries]
-        worst = torch.zeros(len(boxes), device=boxes.device)
+        boxes = box_cxcywh_to_xyxy(predictions.boxes[0, queries])
+        worst = np.zeros(len(boxes), dtype=np.float32)
         if len(truth):
-            worst = _overlaps(boxes, truth.boxes).amax(dim=1)
-        kept = worst.cpu().numpy()[:, None] <= self._ious  # (N, V)
-        overlap = _overlaps(boxes, hidden.boxes).cpu().numpy()
-        overlap[labels.cpu().numpy()[:, None] != hidden.labels.cpu().numpy()] = 0.0
-        right = np.stack([_find(overlap, kept[:, v]) for v in range(kept.shape[1])], axis=1)
-        self._rows.append(
-            (
-                np.arange(len(boxes)),
-                scores.cpu().numpy().astype(np.float32),
-                labels.cpu().numpy(),
-                kept,
-                right,
-            )
-        )
+            worst = box_iou(boxes, box_cxcywh_to_xyxy(truth.boxes))[0].amax(dim=1).cpu().numpy()
+        kept = worst[:, None] <= np.array(self.grid.iou, dtype=np.float32)  # (N, V)
+        ious = _class_ious(boxes, labels, box_cxcywh_to_xyxy(hidden.boxes), hidden.labels)
+        right = np.stack([_match_greedily(ious, column)[0] for column in kept.T], axis=1)
+        rank = np.arange(len(boxes))
+        self._rows.append((rank, scores.cpu().numpy(), labels.cpu().numpy(), kept, right))
 
     def count(self) -> Counts:
         """Counts for all settings at once."""
@@ -166,41 +151,39 @@ class Evidence:
         return cells[:-1, 1:]
 
 
-def find_right(
-    boxes: Tensor, labels: Tensor, wanted: Tensor, wanted_labels: Tensor
+def match_true_positives(
+    boxes: Tensor, labels: Tensor, objects: Tensor, object_labels: Tensor
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Which boxes find an object of their class at IoU ≥ 0.5, the first ones choosing first.
+    """Which boxes match an object of their class at IoU ≥ 0.5, the first ones choosing first.
 
     Args:
         boxes: (N, 4) corners, most confident first.
         labels: (N,).
-        wanted: (M, 4) corners of the objects.
-        wanted_labels: (M,).
+        objects: (M, 4) corners.
+        object_labels: (M,).
 
     Returns:
-        (N,) which boxes are right, (M,) which objects are found.
+        (N,) which boxes are true positives, (M,) which objects are found.
     """
-    overlap = box_iou(boxes, wanted)[0].cpu().numpy()
-    overlap[labels.cpu().numpy()[:, None] != wanted_labels.cpu().numpy()] = 0.0
-    free = np.ones(len(wanted), dtype=bool)
-    right = _find(overlap, np.ones(len(boxes), dtype=bool), free)
-    return right, ~free
+    ious = _class_ious(boxes, labels, objects, object_labels)
+    return _match_greedily(ious, np.ones(len(boxes), dtype=bool))
 
 
-def _find(
-    overlap: np.ndarray, taking_part: np.ndarray, free: np.ndarray | None = None
+def _class_ious(
+    boxes: Tensor, labels: Tensor, objects: Tensor, object_labels: Tensor
 ) -> np.ndarray:
-    """Rows of (N, M) that find a free column, in order; `free` (M,) tells what is left."""
-    right = np.zeros(len(overlap), dtype=bool)
-    free = np.ones(overlap.shape[1], dtype=bool) if free is None else free
-    if not overlap.shape[1]:
-        return right
-    for row in np.flatnonzero(taking_part & (overlap.max(axis=1) >= RIGHT_IOU)):
-        column = int(np.argmax(np.where(free, overlap[row], 0.0)))
-        if free[column] and overlap[row, column] >= RIGHT_IOU:
-            right[row], free[column] = True, False
-    return right
+    """IoUs of boxes with objects, zero where their classes differ, (N, M)."""
+    ious = box_iou(boxes, objects)[0].cpu().numpy()
+    ious[labels.cpu().numpy()[:, None] != object_labels.cpu().numpy()] = 0.0
+    return ious
 
 
-def _overlaps(boxes: Tensor, others: Tensor) -> Tensor:
-    return box_iou(box_cxcywh_to_xyxy(boxes), box_cxcywh_to_xyxy(others))[0]
+def _match_greedily(ious: np.ndarray, taking_part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of (N, M) that match a free column, in order; and the columns that are matched."""
+    right, found = (np.zeros(size, dtype=bool) for size in ious.shape)
+    if len(found):
+        for row in np.flatnonzero(taking_part & (ious.max(axis=1) >= MATCH_IOU)):
+            column = int(np.argmax(np.where(found, 0.0, ious[row])))
+            if not found[column] and ious[row, column] >= MATCH_IOU:
+                right[row] = found[column] = True
+    return right, found

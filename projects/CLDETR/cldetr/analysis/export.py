@@ -16,13 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cldetr.analysis.predict import Predictor
 from cldetr.errors import InputError
 from cldetr.files import atomic_path
 from cldetr.layers.boxes import box_cxcywh_to_xyxy
 from cldetr.layers.deform_attn import MSDeformAttn
 from cldetr.modeling.detector import Detector
 from cldetr.modeling.structures import ImageBatch
-from cldetr.predict import Predictor
 
 ABOUT = "cldetr.json"  # extra file in the archive: the classes and the size of the input
 
@@ -38,10 +38,7 @@ class FixedSizeDetector(nn.Module):
         self.size = (height, width)
         multiple = max(detector.backbone.size_divisibility, 1)
         self.padding = (0, -width % multiple, 0, -height % multiple)
-        classes = torch.arange(detector.num_classes, device=detector.device)
-        if detector.visible_classes is not None:
-            classes = classes[detector.visible_classes.to(classes.device)]
-        self.register_buffer("classes", classes)
+        self.register_buffer("classes", detector.visible_classes.nonzero().flatten())
 
     def forward(self, image: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Detects on pixels (3, H, W) in 0-255, in the channel order of training.
@@ -56,8 +53,8 @@ class FixedSizeDetector(nn.Module):
         scores = detector.scores(output.logits[-1])[0][:, self.classes]
         corners = box_cxcywh_to_xyxy(output.boxes[-1])[0]
         corners = corners * corners.new_tensor([width, height, width, height])
-        score, query, place = detector._best(scores)
-        return corners[query], score, self.classes[place]
+        score, query, column = detector._best(scores)
+        return corners[query], score, self.classes[column]
 
 
 def export_detector(
@@ -126,7 +123,7 @@ def _difference(
     """The largest difference of two results; raises where it is more than rounding."""
     scale = torch.tensor([width, height, width, height])
     apart = float((found[1] - expected[1]).abs().max())
-    # Scores that are equal but for rounding may have changed places: each box is held against those
+    # Scores that are equal but for rounding may have changed ranks: each box is compared with those
     # of its class with such a score.
     for box, score, label in zip(*found, strict=True):
         near = (expected[2] == label) & ((expected[1] - score).abs() <= 1e-4)

@@ -8,15 +8,13 @@ import pytest
 import torch
 from PIL import Image
 
+from cldetr.analysis.pictures import RunArtist, draw_run_pictures
 from cldetr.cli import main
-from cldetr.data.mapper import Mapper
-from cldetr.drawing import BLUE, GREEN, YELLOW
-from cldetr.engine.from_run import final_weights, recipe_of_run
-from cldetr.engine.rundata import RunData
-from cldetr.engine.scenes import Marks, Scene, draw_scene, examine
+from cldetr.drawing.boxes import BLUE, GREEN, YELLOW
+from cldetr.drawing.scene import Marks, Scene, draw_scene, examine_image
+from cldetr.engine.restore import config_of_run, final_weights
 from cldetr.errors import InputError
 from cldetr.modeling.matcher import Matcher
-from cldetr.report.pictures import _Artist, draw_run_pictures
 
 
 @pytest.fixture
@@ -66,11 +64,10 @@ def test_a_scene_has_its_colours_where_its_boxes_are():
 
 
 def test_what_is_drawn_is_what_a_training_step_does(run, monkeypatch):
-    artist = _Artist(run, recipe_of_run(run))
-    learner = artist._learner(2)
-    given, _ = artist._train_views(2)
-    entry = artist.mapper(given[0], np.random.default_rng(0))
-    scene = examine(learner, entry)
+    artist = RunArtist(run, config_of_run(run))
+    learner = artist.learner(2)
+    entry = artist.mapper(artist.given(2)[0], np.random.default_rng(0))
+    scene = examine_image(learner, entry)
     seen, call = [], Matcher.__call__
 
     def spy(self, output, targets, class_mask=None):
@@ -79,6 +76,7 @@ def test_what_is_drawn_is_what_a_training_step_does(run, monkeypatch):
         return matches
 
     monkeypatch.setattr(Matcher, "__call__", spy)
+    learner.train()
     learner.detector.eval()
     learner([entry])
     (output, (target,), matches), *_ = seen
@@ -94,14 +92,13 @@ def test_what_is_drawn_is_what_a_training_step_does(run, monkeypatch):
 
 
 def test_examining_leaves_the_learner_as_it_was(run):
-    artist = _Artist(run, recipe_of_run(run))
-    learner = artist._learner(2).train()
+    artist = RunArtist(run, config_of_run(run))
+    learner = artist.learner(2).train()
     before = {key: value.clone() for key, value in learner.state_dict().items()}
     counts, state = learner.pseudo_counts.clone(), torch.get_rng_state()
-    entry = artist.mapper(artist._train_views(2)[0][1], np.random.default_rng(0))
-    examine(learner, entry)
+    entry = artist.mapper(artist.given(2)[1], np.random.default_rng(0))
+    examine_image(learner, entry)
     assert learner.detector.training
-    assert learner.detector.visible_classes is None
     assert torch.equal(learner.pseudo_counts, counts)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(value, before[key]) for key, value in learner.state_dict().items())
@@ -123,9 +120,9 @@ def test_command_draws_every_phase_with_captions(run, capsys):
 
 
 def test_chosen_images_are_drawn_as_what_they_are(run):
-    data = RunData(recipe_of_run(run))
-    train = data.scenario.phase(2).image_ids[3]
-    test = int(data.test_entries([0]).image_ids[0])
+    artist = RunArtist(run, config_of_run(run))
+    train = artist.scenario.phase(2).image_ids[3]
+    test = int(artist.view("test", 2).image_ids[0])
     written = draw_run_pictures(run, phases=[2], images=[train, test])
     assert [path.name for path in written] == [
         f"phase2_labels_{train}.png",
@@ -147,11 +144,11 @@ def test_a_run_that_is_under_way_has_pictures_of_what_is_there(run):
 
 
 def test_samples_are_the_same_every_time_and_show_old_and_new_classes(run):
-    artist = _Artist(run, recipe_of_run(run))
-    given, hidden = artist._train_views(2)
-    places = artist._choose(2, given, hidden, None, 3)
-    assert places == artist._choose(2, given, hidden, None, 3)
-    mapper = Mapper(artist.recipe.augmentation.still(), training=True)
-    for place in places:
-        assert len(mapper(given[place], np.random.default_rng(0))["instances"]) > 0
-        assert hidden[place]["annotations"]
+    artist = RunArtist(run, config_of_run(run))
+    labelled, old = artist.view("revealed", 2), set(artist.scenario.old(2))
+    chosen = artist.choose(2, labelled, None, 3)
+    assert chosen == artist.choose(2, labelled, None, 3)
+    assert len(chosen) == 3
+    for index in chosen:
+        assert artist.given(2)[index]["annotations"]
+        assert old & {obj["category_id"] for obj in labelled[index]["annotations"]}

@@ -1,6 +1,6 @@
 """What a stage makes of one training image, to be looked at: labels, pseudo-labels, the matching.
 
-It asks the learner's own rule, the merging of `methods.pseudo` and the criterion's matcher, so that
+It asks the learner's own rule, the merging of `methods.pseudo` and the detector's matching, so that
 a picture shows what training does (Figures 3 and S1 of the paper).
 """
 
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cldetr.drawing import (
+from cldetr.drawing.boxes import (
     BLUE,
     GREEN,
     GREY,
@@ -30,7 +30,7 @@ from cldetr.drawing import (
 )
 from cldetr.layers.boxes import box_cxcywh_to_xyxy
 from cldetr.methods.learner import Learner
-from cldetr.methods.pseudo import PseudoRule, drop_overlapping, merge
+from cldetr.methods.pseudo import drop_overlapping, merge
 from cldetr.modeling.structures import DetrOutput, Target
 
 _PANEL = 480  # short side of a panel; its long side is at most 5/3 of that
@@ -46,6 +46,14 @@ class Marks:
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def boxes(self, names: Sequence[str], color: Color) -> list[Box]:
+        """Boxes to draw, with names and, where there are any, scores."""
+        texts = [names[label] for label in self.labels.tolist()]
+        if self.scores is not None:
+            texts = [f"{text} {score:.2f}" for text, score in zip(texts, self.scores, strict=True)]
+        rows = zip(self.corners.tolist(), texts, strict=True)
+        return [Box(tuple(corners), color, text) for corners, text in rows]
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class Scene:
 
 
 @torch.no_grad()
-def examine(learner: Learner, entry: dict[str, Any], hidden: Target | None = None) -> Scene:
+def examine_image(learner: Learner, entry: dict[str, Any], hidden: Target | None = None) -> Scene:
     """Labels and matches one image as the learner would in a step, without touching its state.
 
     Args:
@@ -88,30 +96,33 @@ def examine(learner: Learner, entry: dict[str, Any], hidden: Target | None = Non
         (truth,) = detector.targets([entry])
         output = detector.predict(images)
         output = DetrOutput(output.logits[-1:].float(), output.boxes[-1:].float())
-        none = Target(truth.labels[:0], truth.boxes[:0])
-        clear, dropped = none, none
+        clear = dropped = Target(truth.labels[:0], truth.boxes[:0])
         if learner.rule is not None:
             teacher_output = None if learner.teacher is None else learner.teacher.predict(images)
             (pseudo,) = learner.pseudo_labels(teacher_output, [entry])
-            clear = drop_overlapping(pseudo, truth, learner.rule)
-            dropped = _difference(pseudo, truth, learner.rule)
+            kept = [
+                len(drop_overlapping(_take(pseudo, [index]), truth, learner.rule)) == 1
+                for index in range(len(pseudo))
+            ]
+            clear = _take(pseudo, [index for index, keep in enumerate(kept) if keep])
+            dropped = _take(pseudo, [index for index, keep in enumerate(kept) if not keep])
         merged, _ = merge(truth, clear, limit=output.logits.shape[2])
         mask = learner.seen if learner.mask_unseen else None
         matches = detector.match(output, [merged], mask)
         links, order = matches.labels[0].sort()
         queries = matches.queries[0, order]
         scores, labels = detector.scores(output.logits[0, 0, queries]).max(dim=-1)
-        answer = Target(labels, output.boxes[0, 0, queries])
+        matched = Target(labels, output.boxes[0, 0, queries])
     finally:
         detector.train(was_training)
-    pixels = _pixels(entry["image"], detector.input_format)
+    pixels = entry["image"].cpu().numpy().transpose(1, 2, 0)
     size = pixels.shape[:2]
     return Scene(
-        pixels,
+        pixels[:, :, ::-1] if detector.input_format == "BGR" else pixels,
         truth=_marks(truth, size),
         pseudo=_marks(clear, size),
         dropped=_marks(dropped, size),
-        matched=_marks(answer, size, scores),
+        matched=_marks(matched, size, scores),
         links=links.cpu().numpy(),
         hidden=None if hidden is None else _marks(hidden, size),
     )
@@ -128,35 +139,27 @@ def draw_scene(scene: Scene, names: Sequence[str], panel: int = _PANEL) -> Image
         panel: short side of each of the pictures side by side.
     """
     panels: list[tuple[str, list[Box]]] = []
-    truth = to_boxes(scene.truth, names, GREEN)
-    pseudo = to_boxes(scene.pseudo, names, BLUE)
-    matched = to_boxes(scene.matched, names, YELLOW)
-    dropped = to_boxes(scene.dropped, names, GREY)
+    pseudo = scene.pseudo.boxes(names, BLUE)
+    dropped = scene.dropped.boxes(names, GREY)
     legend: dict[str, Color] = {"ground truth": GREEN}
     if scene.hidden is not None:
-        hidden = to_boxes(scene.hidden, names, GREEN)
+        hidden = scene.hidden.boxes(names, GREEN)
         title = f"old classes: {len(hidden)} hidden objects, {len(pseudo)} pseudo-labels"
         panels.append((title, [*pseudo, *dropped, *hidden]))
     if pseudo or dropped or scene.hidden is not None:
         legend["pseudo-label"] = BLUE
     if dropped and scene.hidden is not None:
         legend["dropped: lies on ground truth"] = GREY
-    panels.append(("merged labels" if pseudo else "labels", [*truth, *pseudo]))
+    labels = [*scene.truth.boxes(names, GREEN), *pseudo]
+    matched = scene.matched.boxes(names, YELLOW)
+    panels.append(("merged labels" if pseudo else "labels", labels))
     panels.append(("predictions matched one to one", matched))
     legend["matched prediction"] = YELLOW
-    canvases = [make_canvas(scene.pixels, panel, fit=True) for _ in panels]
-    for canvas, (_, boxes) in zip(canvases, panels, strict=True):
-        draw_boxes(canvas, boxes)
-    sheet, corners = join_panels(
-        [canvas.image for canvas in canvases],
-        [title for title, _ in panels],
-        list(legend.items()),
-    )
-    labels = panels[-2][1]
+    sheet, canvases, starts = draw_panels(scene.pixels, panels, legend, panel)
     links = [
         (
-            _moved(canvases[-2], labels[link], corners[-2]),
-            _moved(canvases[-1], box, corners[-1]),
+            _on_sheet(canvases[-2], labels[link], starts[-2]),
+            _on_sheet(canvases[-1], box, starts[-1]),
             labels[link].color,
         )
         for box, link in zip(matched, scene.links.tolist(), strict=True)
@@ -164,33 +167,31 @@ def draw_scene(scene: Scene, names: Sequence[str], panel: int = _PANEL) -> Image
     return draw_links(sheet, links)
 
 
-def to_boxes(marks: Marks, names: Sequence[str], color: Color) -> list[Box]:
-    """Boxes to draw, with names and, where there are any, scores."""
-    texts = [names[label] for label in marks.labels.tolist()]
-    if marks.scores is not None:
-        texts = [f"{text} {score:.2f}" for text, score in zip(texts, marks.scores, strict=True)]
-    return [
-        Box(tuple(corners), color, text)
-        for corners, text in zip(marks.corners.tolist(), texts, strict=True)
-    ]
+def draw_panels(
+    pixels: np.ndarray,
+    panels: Sequence[tuple[str, Sequence[Box]]],
+    legend: dict[str, Color],
+    panel: int = _PANEL,
+) -> tuple[Image.Image, list[Canvas], list[tuple[int, int]]]:
+    """Draws an image several times side by side, each with a title and boxes of its own.
+
+    Returns:
+        the sheet, the canvas of each panel, and where its top left corner is on the sheet.
+    """
+    canvases = [make_canvas(pixels, panel, fit=True) for _ in panels]
+    for canvas, (_, boxes) in zip(canvases, panels, strict=True):
+        draw_boxes(canvas, boxes)
+    titles = [title for title, _ in panels]
+    sheet, starts = join_panels([x.image for x in canvases], titles, list(legend.items()))
+    return sheet, canvases, starts
 
 
-def _difference(pseudo: Target, truth: Target, rule: PseudoRule) -> Target:
-    """The pseudo-labels that do not survive `drop_overlapping`."""
-    gone = [
-        number
-        for number in range(len(pseudo))
-        if not len(drop_overlapping(_take(pseudo, [number]), truth, rule))
-    ]
-    return _take(pseudo, gone)
+def _take(target: Target, indices: list[int]) -> Target:
+    probs = None if target.probs is None else target.probs[indices]
+    return Target(target.labels[indices], target.boxes[indices], probs)
 
 
-def _take(target: Target, numbers: list[int]) -> Target:
-    probs = None if target.probs is None else target.probs[numbers]
-    return Target(target.labels[numbers], target.boxes[numbers], probs)
-
-
-def _marks(target: Target, size: tuple[int, int], scores: torch.Tensor | None = None) -> Marks:
+def _marks(target: Target, size: Sequence[int], scores: torch.Tensor | None = None) -> Marks:
     height, width = size
     corners = box_cxcywh_to_xyxy(target.boxes.cpu()) * torch.tensor([width, height, width, height])
     if scores is None and target.probs is not None:  # a soft pseudo-label says how sure it is
@@ -202,11 +203,6 @@ def _marks(target: Target, size: tuple[int, int], scores: torch.Tensor | None = 
     )
 
 
-def _pixels(image: torch.Tensor, input_format: str) -> np.ndarray:
-    pixels = image.cpu().numpy().transpose(1, 2, 0)
-    return pixels[:, :, ::-1] if input_format == "BGR" else pixels
-
-
-def _moved(canvas: Canvas, box: Box, corner: tuple[int, int]) -> Corners:
-    x0, y0, x1, y1 = canvas.place(box.corners)
-    return x0 + corner[0], y0 + corner[1], x1 + corner[0], y1 + corner[1]
+def _on_sheet(canvas: Canvas, box: Box, start: tuple[int, int]) -> Corners:
+    x0, y0, x1, y1 = canvas.corners_of(box)
+    return x0 + start[0], y0 + start[1], x1 + start[0], y1 + start[1]

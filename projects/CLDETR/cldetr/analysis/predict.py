@@ -1,10 +1,12 @@
-"""Prediction with a trained detector: an image in, named boxes out.
+"""Prediction with a trained detector: images in, named boxes out.
 
-from cldetr.predict import Predictor
+Weights know their model and their classes:
 
-predictor = Predictor.from_checkpoint("output/shapes/phase2/calibrate/model.pth")
-for found in predictor("photo.jpg"):
-print(found.name, found.score, found.box)
+    from cldetr.analysis import Predictor
+
+    predictor = Predictor.from_checkpoint("output/shapes/phase2/calibrate/model.pth")
+    for found in predictor("photo.jpg"):
+        print(found.name, found.score, found.box)
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import overload
 
 import numpy as np
 import torch
@@ -19,11 +23,10 @@ from detectron2.data.detection_utils import convert_PIL_to_numpy
 from PIL import Image, ImageOps
 from torch import Tensor
 
+from cldetr.config import load_config
 from cldetr.data.mapper import Augmentation, read_image
-from cldetr.engine.checkpoint import load_into, load_state
-from cldetr.engine.from_lazy import recipe_from_lazy
-from cldetr.engine.from_run import find_device, model_of_weights
-from cldetr.engine.from_yaml import recipe_from_yaml
+from cldetr.engine.checkpoint import load_state
+from cldetr.engine.restore import build_detector, config_of_weights, find_device
 from cldetr.errors import InputError
 from cldetr.grouping import Category
 from cldetr.modeling.detector import Detector
@@ -37,7 +40,7 @@ class Detection:
 
     name: str
     category_id: int  # as in the annotation file that the detector was trained with
-    label: int  # the detector's own number of the class
+    label: int  # the detector's own index of the class
     score: float
     box: tuple[float, float, float, float]  # left, top, right, bottom in pixels of the image
 
@@ -58,7 +61,8 @@ class Predictor:
             detector: any of ours.
             categories: what its labels mean.
             augmentation: says the test size and the order of channels.
-            seen: names of the classes that it has learnt; others are never predicted. None: all.
+            seen: names of the classes that it has learnt; others are never predicted. None: those
+                that its weights say.
         """
         self.detector = detector.eval()
         self.categories = tuple(categories)
@@ -85,11 +89,16 @@ class Predictor:
 
         Args:
             path: `model.pth`, or a checkpoint of a stage that is still training.
-            config_file: the config that it was trained with, needed only where neither the file
-                nor its run directory says which model it is of.
+            config_file: the config that it was trained with, needed only where the file does not
+                say which model it is of.
             overrides: of the config.
             device: "cpu", "cuda" or "auto": a GPU where there is one.
         """
+        if (Path(path) / "config.yaml").is_file():
+            raise InputError(
+                f"{path} is a run, which has weights of each phase: give one of its files, such as "
+                f"{_newest_weights(Path(path))}"
+            )
         state = load_state(path)
         meta = state.get("cldetr")
         if not isinstance(meta, Mapping) or not meta.get("categories"):
@@ -98,44 +107,45 @@ class Predictor:
                 "one that `cldetr convert` made of a detector"
             )
         if config_file is not None:
-            read = recipe_from_lazy if config_file.endswith(".py") else recipe_from_yaml
-            recipe = read(config_file, overrides)
-            model, augmentation = recipe.model, recipe.augmentation
+            cfg = load_config(config_file, overrides)
         else:
-            model, augmentation = model_of_weights(meta, path)
+            cfg = config_of_weights(meta, path)
+        detector = build_detector(cfg, state, str(path), find_device(device))
         categories = [Category(entry["id"], entry["name"]) for entry in meta["categories"]]
-        detector = model.build(len(categories))
-        load_into(detector, state["model"], str(path))
-        return cls(detector.to(find_device(device)), categories, augmentation, meta.get("seen"))
+        return cls(detector, categories, Augmentation.from_config(cfg), meta.get("seen"))
 
-    def __call__(self, image: Picture, score: float = 0.5) -> list[Detection]:
+    @overload
+    def __call__(self, images: Picture, score: float = 0.5) -> list[Detection]: ...
+
+    @overload
+    def __call__(
+        self, images: list[Picture] | tuple[Picture, ...], score: float = 0.5
+    ) -> list[list[Detection]]: ...
+
+    def __call__(
+        self, images: Picture | list[Picture] | tuple[Picture, ...], score: float = 0.5
+    ) -> list[Detection] | list[list[Detection]]:
         """Finds objects, the most confident first.
 
         Args:
-            image: a file (turned upright by its EXIF tag), a PIL image, or an RGB array (H, W, 3)
-                of uint8.
+            images: a file (turned upright by its EXIF tag), a PIL image, or an RGB array (H, W, 3)
+                of uint8; or a list of such images, of any sizes, for a list of results.
             score: the least score of what is returned.
         """
-        pixels = self.read(image)
+        if isinstance(images, (list, tuple)):
+            return [self(image, score) for image in images]
+        pixels = self.read(images)
         height, width = pixels.shape[:2]
         entry = {"image": self.prepare(pixels), "height": height, "width": width}
         with torch.no_grad():
             found = self.detector([entry])[0]["instances"].to("cpu")
         kept = found[found.scores >= score]
+        labels, boxes = kept.pred_classes.tolist(), kept.pred_boxes.tensor.tolist()
         return [
             Detection(
-                self.categories[label].name,
-                self.categories[label].id,
-                label,
-                float(score),
-                tuple(corners),
+                self.categories[label].name, self.categories[label].id, label, score, tuple(box)
             )
-            for label, score, corners in zip(
-                kept.pred_classes.tolist(),
-                kept.scores.tolist(),
-                kept.pred_boxes.tensor.tolist(),
-                strict=True,
-            )
+            for label, score, box in zip(labels, kept.scores.tolist(), boxes, strict=True)
         ]
 
     def read(self, image: Picture) -> np.ndarray:
@@ -153,8 +163,13 @@ class Predictor:
 
     def prepare(self, pixels: np.ndarray) -> Tensor:
         """Resizes an RGB image to the test size and orders its channels, (3, H, W)."""
-        transform = self.augmentation.test_transform(*pixels.shape[:2])
-        resized = transform.apply_image(pixels)
+        resized = self.augmentation.test_transform(*pixels.shape[:2]).apply_image(pixels)
         if self.augmentation.format == "BGR":
             resized = resized[:, :, ::-1]
         return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1)))
+
+
+def _newest_weights(run: Path) -> Path:
+    """The last weights of a run, or where they will be."""
+    found = sorted(run.glob("phase*/*/model.pth"), key=lambda path: path.stat().st_mtime)
+    return found[-1] if found else run / "phase1/train/model.pth"

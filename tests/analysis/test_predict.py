@@ -8,18 +8,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from detectron2.engine import DefaultPredictor
 from PIL import Image
 from pycocotools.coco import COCO
 
+from cldetr.analysis import Predictor
 from cldetr.cli import main
 from cldetr.config import load_config
 from cldetr.engine.checkpoint import load_state, save_state
 from cldetr.errors import InputError
-from cldetr.predict import Predictor
 
-TINY = str(Path(__file__).parent / "engine" / "tiny.yaml")
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +37,38 @@ def predict(weights, *words):
     return main(["predict", "--weights", str(weights), *map(str, words)])
 
 
-def test_a_weights_file_alone_predicts_what_detectron2_does(weights, photos, tmp_path):
+def detectron2_finds(run, weights, path):
+    """What Detectron2's own predictor finds, with nothing but the run's config and its weights."""
+    cfg = load_config(str(run / "config.yaml"))
+    cfg.MODEL.WEIGHTS = str(weights)
+    bgr = np.array(Image.open(path).convert("RGB"))[:, :, ::-1]
+    return DefaultPredictor(cfg)(bgr)["instances"]
+
+
+@pytest.mark.parametrize("phase", ["phase1/train", "phase2/calibrate"])
+def test_detectron2s_predictor_finds_exactly_the_same(tiny_run, photos, tmp_path, phase):
+    weights = tiny_run / phase / "model.pth"
     alone = shutil.copy(weights, tmp_path / "moved.pth")
     predictor = Predictor.from_checkpoint(alone)
-    path = sorted(photos.iterdir())[0]
-    found = predictor(path, score=0.0)
-
-    cfg = load_config(TINY)
-    cfg.MODEL.WEIGHTS, cfg.MODEL.DETR.NUM_CLASSES, cfg.DATASETS.TEST = str(weights), 4, ()
-    bgr = np.array(Image.open(path).convert("RGB"))[:, :, ::-1]
-    cfg.INPUT.MIN_SIZE_TEST, cfg.INPUT.MAX_SIZE_TEST = 64, 64  # as it is
-    expected = DefaultPredictor(cfg)(bgr)["instances"]
-    assert [x.label for x in found] == expected.pred_classes.tolist()
-    np.testing.assert_allclose([x.score for x in found], expected.scores, rtol=1e-5)
-    np.testing.assert_allclose(
-        [x.box for x in found], expected.pred_boxes.tensor, rtol=1e-4, atol=1e-3
-    )
+    for path in sorted(photos.iterdir())[:3]:
+        found = predictor(path, score=0.0)
+        expected = detectron2_finds(tiny_run, weights, path)
+        assert [x.label for x in found] == expected.pred_classes.tolist()
+        assert [x.score for x in found] == expected.scores.tolist()
+        assert [list(x.box) for x in found] == expected.pred_boxes.tensor.tolist()
+        assert len(found) > 5
     names = [category.name for category in predictor.categories]
     assert [x.name for x in found] == [names[x.label] for x in found]
+
+
+def test_detectron2s_predictor_has_the_weights_that_it_is_given(tiny_run, weights, photos):
+    path = sorted(photos.iterdir())[0]
+    first = tiny_run / "phase1/train/model.pth"
+    scores = [detectron2_finds(tiny_run, x, path).scores[:5].tolist() for x in (weights, first, "")]
+    assert scores[0] != scores[1]
+    assert scores[0] != scores[2]
+    found = Predictor.from_checkpoint(weights)(path, score=0.0)
+    assert [x.score for x in found[:5]] == scores[0]
 
 
 def test_classes_not_yet_learnt_are_never_predicted(tiny_run, photos):
@@ -65,25 +79,31 @@ def test_classes_not_yet_learnt_are_never_predicted(tiny_run, photos):
     assert found
 
 
-def test_older_weights_are_described_by_their_run(weights, photos, tmp_path):
+def test_weights_that_do_not_say_their_model_need_a_config(weights, photos, tmp_path):
     state = load_state(weights)
     meta = {key: state["cldetr"][key] for key in ("categories", "seen", "phase")}
-    run = tmp_path / "run"
-    save_state(run / "phase2/calibrate/model.pth", {"model": state["model"], "cldetr": meta})
+    save_state(tmp_path / "model.pth", {"model": state["model"], "cldetr": meta})
     with pytest.raises(InputError, match="--config-file"):
-        Predictor.from_checkpoint(run / "phase2/calibrate/model.pth")
-    shutil.copy(weights.parents[2] / "recipe.json", run)
+        Predictor.from_checkpoint(tmp_path / "model.pth")
     image = sorted(photos.iterdir())[1]
-    found = Predictor.from_checkpoint(run / "phase2/calibrate/model.pth")(image, score=0.1)
+    config = str(weights.parents[2] / "config.yaml")
+    found = Predictor.from_checkpoint(tmp_path / "model.pth", config_file=config)(image, score=0.1)
     assert found == Predictor.from_checkpoint(weights)(image, score=0.1)
+
+
+def test_a_run_in_place_of_weights_is_told_which_of_its_files_to_take(tiny_run):
+    with pytest.raises(InputError, match=r"phase2/calibrate/model\.pth"):
+        Predictor.from_checkpoint(tiny_run)
 
 
 def test_weights_of_a_lazy_config_may_not_name_anything_but_parts_of_models(weights, tmp_path):
     state = load_state(weights)
-    tree = {"_target_": "detectron2.modeling.backbone.resnet.np.save", "num_classes": 4}
-    state["cldetr"]["model"] = tree
+    lazy = {"_target_": "detectron2.modeling.backbone.resnet.np.save", "num_classes": 4}
+    config = yaml.safe_load(state["cldetr"]["config"])
+    config["MODEL"]["META_ARCHITECTURE"], config["LAZY"] = "LazyModel", {"model": lazy}
+    state["cldetr"]["config"] = yaml.safe_dump(config)
     save_state(tmp_path / "bad.pth", state)
-    with pytest.raises(InputError, match="no part of a model"):
+    with pytest.raises(InputError, match=r"np\.save"):
         Predictor.from_checkpoint(tmp_path / "bad.pth")
 
 
@@ -93,6 +113,13 @@ def test_the_three_kinds_of_image_are_the_same_image(weights, photos):
     with Image.open(path) as image:
         pixels = np.array(image.convert("RGB"))
         assert predictor(path, 0.0) == predictor(image, 0.0) == predictor(pixels, 0.0)
+
+
+def test_a_list_of_images_gives_the_results_of_each(weights, photos):
+    predictor = Predictor.from_checkpoint(weights)
+    paths = sorted(photos.iterdir())[:3]
+    assert predictor(paths, 0.0) == [predictor(path, 0.0) for path in paths]
+    assert predictor([]) == []
 
 
 def test_command_writes_pictures_and_what_pycocotools_reads(weights, photos, tmp_path, capsys):
@@ -191,12 +218,17 @@ def test_weights_without_categories_are_refused(tmp_path, capsys):
         Predictor.from_checkpoint(tmp_path / "x.pth")
 
 
-def test_the_snippet_of_the_documentation_works(weights, photos, tmp_path, monkeypatch, capsys):
+def test_the_snippets_of_the_documentation_work(tiny_run, photos, tmp_path, monkeypatch, capsys):
     text = (DOCS / "predict.md").read_text(encoding="utf-8")
-    (snippet,) = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    ours, detectron2s = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
+    weights = tiny_run / "phase2/calibrate/model.pth"
     shutil.copy(weights, "model.pth")
+    shutil.copytree(tiny_run, "RUN")
     shutil.copy(sorted(photos.iterdir())[0], "photo.png")
-    exec(compile(snippet.replace("score=0.5", "score=0.0"), "docs/predict.md", "exec"), {})
+    exec(compile(ours.replace("score=0.5", "score=0.0"), "docs/predict.md", "exec"), {})
     names = {x["name"] for x in load_state(weights)["cldetr"]["categories"]}
-    assert {line.split()[0] for line in capsys.readouterr().out.splitlines()} <= names
+    found = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert set(found) <= names
+    exec(compile(detectron2s, "docs/predict.md", "exec"), {})
+    assert f"num_instances={len(found)}" in capsys.readouterr().out

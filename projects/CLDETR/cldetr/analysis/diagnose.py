@@ -1,0 +1,302 @@
+"""How good the pseudo-labels of a phase are, or will be, against the objects that it hides.
+
+Computed before training, it tells which K, λ and score to take; afterwards, what the run had.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from tqdm import tqdm
+
+from cldetr.analysis.pseudo_label_stats import (
+    Counts,
+    Grid,
+    PseudoLabelStats,
+    match_true_positives,
+)
+from cldetr.config import method_of
+from cldetr.data.coco import label_table
+from cldetr.data.mapper import Augmentation, Mapper
+from cldetr.data.views import View
+from cldetr.engine.checkpoint import load_state
+from cldetr.engine.ledger import read_json
+from cldetr.engine.restore import build_detector, config_of_run, final_weights
+from cldetr.engine.rundata import RunData
+from cldetr.errors import InputError
+from cldetr.files import atomic_path, write_json
+from cldetr.layers.boxes import box_cxcywh_to_xyxy
+from cldetr.methods.learner import freeze
+from cldetr.methods.pseudo import Predictions, PseudoRule, drop_overlapping, make_pseudo_labels
+from cldetr.modeling.structures import Target
+
+Rates = dict[str, float | None]
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What was measured on one phase.
+
+    Attributes:
+        phase: whose images were labelled, by the model of the phase before.
+        where: "phase" for the phase's training images, "test" for the test images.
+        weights: the file of the model that labels.
+        names: of the old classes, by label.
+        softmax: whether the head has a background class.
+        counts: of all settings.
+        rule: the run's own.
+        given: (C,) pseudo-labels of the run's own rule.
+        right: (C,) those of them that are right.
+    """
+
+    phase: int
+    where: str
+    weights: str
+    names: dict[int, str]
+    softmax: bool
+    counts: Counts
+    rule: PseudoRule
+    given: np.ndarray
+    right: np.ndarray
+
+    @property
+    def best(self) -> tuple[int, int, int]:
+        """Indices of the recommended setting, among those that a rule can express."""
+        if not self.softmax:
+            return self.counts.best()
+        # A softmax head takes the top K of its foreground, or all of it above a score.
+        allowed = np.zeros(self.counts.f1().shape, dtype=bool)
+        allowed[:, :, 0] = allowed[-1] = True  # the largest K is last
+        return self.counts.best(allowed)
+
+    @property
+    def recommended(self) -> dict[str, float]:
+        """K, λ and score of the best setting."""
+        grid, (j, v, s) = self.counts.grid, self.best
+        return {"k": grid.k[j], "iou": grid.iou[v], "score": grid.score[s]}
+
+    @property
+    def recommended_text(self) -> str:
+        """The best setting in words."""
+        return "K {k}, λ {iou:g}, score > {score:g}".format(**self.recommended)
+
+    def overrides(self) -> str:
+        """The recommended setting as overrides of a YAML config."""
+        k, iou, score = self.recommended.values()
+        values: dict[str, object] = {"SELECT": "topk", "K": k, "IOU": f"{iou:g}"}
+        if not self.softmax:
+            values["FOREGROUND"] = f"{score:g}"
+        elif score > 0:
+            values = {"SELECT": "threshold", "SCORE": f"{score:g}", "IOU": f"{iou:g}"}
+        return " ".join(f"METHOD.PSEUDO.{key} {value}" for key, value in values.items())
+
+    def rates(self, setting: tuple[int, ...] | None, labels: Sequence[int] | None = None) -> Rates:
+        """Precision, recall, F1 and labels per image; None where there is nothing to divide by.
+
+        Args:
+            setting: indices in the grid; None for the run's own rule.
+            labels: the classes to count; None for all.
+        """
+        chosen = slice(None) if labels is None else list(labels)
+        right, given = self.right, self.given
+        if setting is not None:
+            right, given = self.counts.right[setting], self.counts.given[setting]
+        r, g, h = (int(x[chosen].sum()) for x in (right, given, self.counts.hidden))
+        return {
+            "per_image": g / max(self.counts.images, 1),
+            "precision": r / g if g else None,
+            "recall": r / h if h else None,
+            "f1": 2 * r / (g + h) if g + h else None,
+        }
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers as JSON data."""
+        rule = {
+            key: getattr(self.rule, key) for key in ("select", "k", "iou", "foreground", "score")
+        }
+        overrides = {"overrides": self.overrides()}
+        return {
+            "images": self.counts.images,
+            "of": self.where,
+            "weights": self.weights,
+            "hidden_objects": int(self.counts.hidden.sum()),
+            "rule": rule | self.rates(None),
+            "recommended": self.recommended | self.rates(self.best) | overrides,
+            "per_category": {
+                name: {
+                    "hidden": int(self.counts.hidden[label]),
+                    "rule": self.rates(None, [label]),
+                    "recommended": self.rates(self.best, [label]),
+                }
+                for label, name in self.names.items()
+            },
+        }
+
+
+def diagnose(
+    cfg: CfgNode,
+    phase: int,
+    weights: str | os.PathLike[str],
+    *,
+    where: str = "auto",
+    limit: int = 1000,
+    data: RunData | None = None,
+) -> Diagnosis:
+    """Labels images of a phase with the model of the one before, and counts what is right.
+
+    Args:
+        cfg: of the run, or of the run to be.
+        phase: from 2 on.
+        weights: of the model after phase − 1.
+        where: "phase" for the phase's training images, whose annotation file must know the old
+            classes too (in a benchmark it does), "test" for the test images, or "auto": the first
+            where it can be.
+        limit: maximum number of images, spread evenly.
+        data: of the run, where it is already read.
+    """
+    data = data or RunData(cfg)
+    scenario = data.scenario
+    if not 2 <= phase <= len(scenario.phases):
+        raise InputError(
+            f"pseudo-labels are made from phase 2 to {len(scenario.phases)} of "
+            f"{scenario.name}, not in phase {phase}"
+        )
+    old, classes = scenario.old(phase), len(scenario.categories)
+    view, where = _all_labels(data, phase, where)
+    detector = build_detector(cfg, load_state(weights), str(weights), cfg.MODEL.DEVICE)
+    teacher = freeze(detector, old)
+    rule = method_of(cfg).pseudo or PseudoRule()
+    softmax = teacher.background(torch.zeros(1, 1, classes + 1)) is not None
+    stats = PseudoLabelStats(classes, Grid().including(rule, int(detector.num_queries), softmax))
+    given, right = (np.zeros(classes, dtype=np.int64) for _ in range(2))
+    indices = np.unique(np.linspace(0, len(view) - 1, min(limit, len(view))).round().astype(int))
+    mapper = Mapper(Augmentation.from_config(cfg).deterministic(), training=True)
+    for index in tqdm(indices, desc="labelling", unit="image", leave=False, disable=None):
+        entry = mapper(view[int(index)], np.random.default_rng(0))
+        (target,) = teacher.targets([entry])
+        is_old = teacher.visible_classes[target.labels]
+        truth, hidden = (Target(target.labels[x], target.boxes[x]) for x in (~is_old, is_old))
+        with torch.no_grad():
+            output = teacher.predict(teacher.preprocess([entry]))
+        logits, boxes = output.logits[-1].float(), output.boxes[-1].float()
+        scores, background = teacher.scores(logits), teacher.background(logits)
+        usable = teacher.visible_classes
+        labels = make_pseudo_labels(scores, boxes, background, usable[None], rule)[0]
+        labels = drop_overlapping(labels, truth, rule)
+        corners = [box_cxcywh_to_xyxy(each.boxes) for each in (labels, hidden)]
+        found, _ = match_true_positives(corners[0], labels.labels, corners[1], hidden.labels)
+        given += np.bincount(labels.labels.cpu().numpy(), minlength=classes)
+        right += np.bincount(labels.labels.cpu().numpy()[found], minlength=classes)
+        stats.add(Predictions(scores * usable, boxes, background), truth, hidden)
+    names = {label: scenario.categories[label].name for label in old}
+    return Diagnosis(phase, where, str(weights), names, softmax, stats.count(), rule, given, right)
+
+
+def diagnose_run(
+    run_dir: str | os.PathLike[str],
+    *,
+    phases: Sequence[int] | None = None,
+    where: str = "auto",
+    limit: int = 1000,
+    device: str = "auto",
+) -> list[Diagnosis]:
+    """Diagnoses the phases of a run whose old model is there, and writes it into the run."""
+    cfg = config_of_run(run_dir, device)
+    data = RunData(cfg)
+    done = []
+    for phase in phases or range(2, len(data.scenario.phases) + 1):
+        weights = final_weights(run_dir, phase - 1)
+        if weights is not None:
+            done.append(diagnose(cfg, phase, weights, where=where, limit=limit, data=data))
+        elif phases:
+            raise InputError(f"phase {phase - 1} of {run_dir} is not finished: no model labels")
+    if not done:
+        raise InputError(f"{run_dir} has no finished phase with another one after it")
+    for diagnosis in done:
+        write_diagnosis(diagnosis, Path(run_dir))
+    return done
+
+
+def write_diagnosis(diagnosis: Diagnosis, folder: Path) -> None:
+    """Writes diagnostics.json, and the table of all settings below `diagnostics`."""
+    with (
+        atomic_path(folder / f"diagnostics/phase{diagnosis.phase}.csv") as partial,
+        open(partial, "w", newline="", encoding="utf-8") as stream,
+    ):
+        csv.writer(stream, lineterminator="\n").writerows(_csv_rows(diagnosis))
+    file = folder / "diagnostics.json"
+    stored = read_json(file)["phases"] if file.exists() else {}
+    stored[str(diagnosis.phase)] = diagnosis.summary()
+    write_json(file, {"format": 1, "phases": dict(sorted(stored.items()))})
+
+
+def format_diagnosis(diagnosis: Diagnosis) -> str:
+    """A diagnosis as text: the run's rule, the recommended one, each setting varied, each class."""
+    grid, best, summary = diagnosis.counts.grid, diagnosis.best, diagnosis.summary()
+    of = "training" if diagnosis.where == "phase" else "test"
+    lines = [
+        f"phase {diagnosis.phase}: {summary['images']} {of} images, "
+        f"{summary['hidden_objects']} objects of old classes",
+        _line("", "per image", "precision", "recall", "F1"),
+        _rate_line(f"the run's rule ({diagnosis.rule.select})", summary["rule"]),
+        _rate_line(diagnosis.recommended_text, summary["recommended"]),
+    ]
+    axes: list[tuple[str, Sequence[float]]] = [
+        *(("K", grid.k), ("λ", grid.iou), ("score >", grid.score))
+    ]
+    for axis, (title, values) in enumerate(axes):
+        lines += ["", f"{title}, the others as recommended"]
+        for index, value in enumerate(values):
+            setting = (*best[:axis], index, *best[axis + 1 :])
+            mark = "  ←" if setting == best else ""
+            lines.append(_rate_line(f"  {value:g}", diagnosis.rates(setting)) + mark)
+    lines += ["", "classes, as recommended"]
+    for name, entry in summary["per_category"].items():
+        lines.append(_rate_line(f"  {name} ({entry['hidden']})", entry["recommended"]))
+    return "\n".join([*lines, "", f"recommended (best F1): {diagnosis.overrides()}"])
+
+
+def _all_labels(data: RunData, phase: int, where: str) -> tuple[View, str]:
+    """Images with the objects of all classes seen up to a phase, and where they are from."""
+    scenario = data.scenario
+    own = data.train[scenario.phase(phase).source]
+    known = (label_table(own, scenario.categories, scenario.old(phase)) >= 0).any()
+    if where == "auto":
+        where = "phase" if known else "test"
+    if where == "phase" and not known:
+        raise InputError(
+            f"the data of phase {phase} ({own.json_file}) does not know the old classes, so that "
+            "nothing tells which pseudo-labels are right: use the test images, --on test"
+        )
+    return DatasetCatalog.get(data.name("test" if where == "test" else "revealed", phase)), where
+
+
+def _csv_rows(diagnosis: Diagnosis) -> Iterator[list[Any]]:
+    yield ["class", "k", "iou", "score", "per_image", "precision", "recall", "f1"]
+    grid = diagnosis.counts.grid
+    groups = {"all": list(diagnosis.names)}
+    groups |= {name: [label] for label, name in diagnosis.names.items()}
+    for name, labels in groups.items():
+        for j, v, s in np.ndindex(len(grid.k), len(grid.iou), len(grid.score)):
+            rates = diagnosis.rates((j, v, s), labels).values()
+            cells = ["" if value is None else f"{value:.4f}" for value in rates]
+            yield [name, grid.k[j], grid.iou[v], grid.score[s], *cells]
+
+
+def _rate_line(text: str, rates: Mapping[str, Any]) -> str:
+    values = (rates[key] for key in ("precision", "recall", "f1"))
+    cells = ["n/a" if value is None else f"{value:.3f}" for value in values]
+    return _line(text, f"{rates['per_image']:.2f}", *cells)
+
+
+def _line(text: str, *cells: str) -> str:
+    return f"{text:<34}" + "".join(f"{cell:>10}" for cell in cells)

@@ -1,0 +1,254 @@
+"""Pictures of a run: pseudo-labels and their matching, and predictions before and after a phase.
+
+They come as `RUN/pictures/*.png` with `captions.json` beside them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from detectron2.config import CfgNode
+from detectron2.data import DatasetCatalog
+from detectron2.structures import BoxMode
+from PIL import Image
+from tqdm import tqdm
+
+from cldetr.analysis.predict import Predictor
+from cldetr.analysis.pseudo_label_stats import match_true_positives
+from cldetr.config import method_of
+from cldetr.data.coco import label_table
+from cldetr.data.mapper import Augmentation, Mapper
+from cldetr.data.views import View
+from cldetr.drawing.boxes import GREEN, RED, YELLOW, Box, save_png
+from cldetr.drawing.scene import draw_panels, draw_scene, examine_image
+from cldetr.engine.checkpoint import load_state
+from cldetr.engine.ledger import read_json
+from cldetr.engine.restore import build_detector, config_of_run, final_weights, training_weights
+from cldetr.engine.rundata import RunData
+from cldetr.engine.stages import training_learner
+from cldetr.errors import InputError
+from cldetr.files import write_json
+from cldetr.methods.learner import Learner
+from cldetr.modeling.detector import Detector
+from cldetr.modeling.structures import Target
+
+logger = logging.getLogger(__name__)
+
+_SCORE = 0.3  # least score of a prediction that is shown
+_Job = tuple[str, str, Callable[[], Image.Image]]  # file name, caption, what draws it
+
+
+def draw_run_pictures(
+    run_dir: str | os.PathLike[str],
+    *,
+    phases: Sequence[int] | None = None,
+    images: Sequence[int] | None = None,
+    sample: int = 8,
+    device: str = "auto",
+) -> list[Path]:
+    """Draws pictures of a run's phases, finished or under way, into `RUN/pictures`.
+
+    Args:
+        run_dir: the run.
+        phases: which; None for all that have a model.
+        images: image ids: of the phase's training images for the matching, of the test images for
+            before and after. None: a sample of each, always the same.
+        sample: how many of each.
+        device: "cpu", "cuda" or "auto": a GPU where there is one.
+
+    Returns:
+        the files written.
+    """
+    root = Path(run_dir)
+    artist = RunArtist(root, config_of_run(root, device))
+    wanted = phases or range(1, len(artist.scenario.phases) + 1)
+    missing = [phase for phase in wanted if not artist.has_model(phase)]
+    known = [phase for phase in wanted if phase not in missing]
+    if not known or (phases and missing):
+        raise InputError(f"{root} has no model of phase {', '.join(map(str, missing))} yet")
+    work = [job for phase in known for job in artist.jobs(phase, images, sample)]
+    if not work:
+        raise InputError.listing(
+            f"these images are neither training images of the phases ({known}) nor test images:",
+            [str(image) for image in images or ()],
+        )
+    for name, _, draw in tqdm(work, desc="drawing", unit="picture", leave=False, disable=None):
+        save_png(draw(), root / "pictures" / name)
+    file = root / "pictures" / "captions.json"
+    stored = read_json(file) if file.exists() else {}
+    write_json(file, stored | {name: caption for name, caption, _ in work})
+    logger.info("%d pictures in %s", len(work), root / "pictures")
+    return [root / "pictures" / name for name, _, _ in work]
+
+
+class RunArtist:
+    """Draws the pictures of one run, with its data read once."""
+
+    def __init__(self, root: Path, cfg: CfgNode) -> None:
+        self.root = root
+        self.cfg = cfg
+        self.method = method_of(cfg)
+        self.data = RunData(cfg)
+        self.scenario = self.data.scenario
+        self.names = [category.name for category in self.scenario.categories]
+        self.augmentation = Augmentation.from_config(cfg)
+        self.mapper = Mapper(self.augmentation.deterministic(), training=True)
+
+    def has_model(self, phase: int) -> bool:
+        """Whether a phase has weights to look at, and the one before it has ended."""
+        if phase > 1 and final_weights(self.root, phase - 1) is None:
+            return False
+        folder = self.root / f"phase{phase}" / "train"
+        return (folder / "stage.json").is_file() or any(folder.glob("checkpoints/step_*"))
+
+    def jobs(self, phase: int, images: Sequence[int] | None, sample: int) -> Iterator[_Job]:
+        """The pictures of a phase."""
+        labelled, tests = self.view("revealed", phase), self.view("test", phase)
+        indices = self.choose(phase, labelled, images, sample)
+        if indices:
+            learner = self.learner(phase)
+        for index in indices:
+            image_id = labelled[index]["image_id"]
+            yield (
+                f"phase{phase}_labels_{image_id}.png",
+                f"Phase {phase}, training image {image_id}: {self._matching_caption(phase)}",
+                functools.partial(self._matching, learner, phase, index),
+            )
+        indices = self.choose(phase, tests, images, sample)
+        if indices:
+            models = self._before_and_after(phase)
+        for entry in (tests[index] for index in indices):
+            yield (
+                f"phase{phase}_predictions_{entry['image_id']}.png",
+                f"Phase {phase}, test image {entry['image_id']}: ground truth of the classes seen "
+                f"so far, and what the models find {'before and ' * (phase > 1)}after the phase "
+                f"(score above {_SCORE}; right at IoU 0.5).",
+                functools.partial(self._predictions, models, entry),
+            )
+
+    def view(self, kind: str, phase: int) -> View:
+        """One of the run's registered data sets (`cldetr.data.datasets`)."""
+        return DatasetCatalog.get(self.data.name(kind, phase))
+
+    def given(self, phase: int) -> View:
+        """A phase's images with the labels that it is given."""
+        shows_all = self.method.joint or self.method.reveal_old
+        return self.view("revealed" if shows_all else "phase", phase)
+
+    def hides(self, phase: int) -> bool:
+        """Whether a phase has old objects that it is not shown and that its file knows."""
+        own = self.data.train[self.scenario.phase(phase).source]
+        known = label_table(own, self.scenario.categories, self.scenario.old(phase)) >= 0
+        return bool(known.any()) and not (self.method.joint or self.method.reveal_old)
+
+    def choose(
+        self, phase: int, view: View, images: Sequence[int] | None, sample: int
+    ) -> list[int]:
+        """Indices of a view: those asked for, or a sample that shows old and new classes at once.
+
+        Args:
+            phase: has the new classes.
+            view: images with all classes seen so far.
+            images: image ids that are asked for; None for a sample.
+            sample: its size.
+        """
+        if images is not None:
+            return np.flatnonzero(np.isin(view.image_ids, images)).tolist()
+        order = np.random.default_rng([self.cfg.SEED, phase]).permutation(len(view))
+        new = set(self.scenario.phase(phase).classes)
+        telling: list[int] = []
+        rest: list[int] = []
+        for index in order[: 50 * sample].tolist():
+            labels = {obj["category_id"] for obj in view[index]["annotations"]}
+            tells = bool(labels & new) and (bool(labels - new) or phase == 1)
+            (telling if tells else rest).append(index)
+            if len(telling) == sample:
+                break
+        return sorted((telling + rest)[:sample])
+
+    def learner(self, phase: int) -> Learner:
+        """The learner of the phase's training step as far as it has come."""
+        detector = old = self._detector(training_weights(self.root, phase), f"phase {phase}")
+        if phase > 1:
+            path = final_weights(self.root, phase - 1)
+            assert path is not None
+            old = self._detector(load_state(path), str(path))
+        learner = training_learner(detector, self.method, self.scenario, phase, old)
+        learner.progress = 1.0
+        return learner.to(self.cfg.MODEL.DEVICE)
+
+    def _before_and_after(self, phase: int) -> list[tuple[str, Predictor]]:
+        """The newest models of the phase before and of the phase, with what to call them."""
+        models = []
+        for number in (phase - 1, phase) if phase > 1 else (phase,):
+            path = final_weights(self.root, number)
+            state = load_state(path) if path is not None else training_weights(self.root, number)
+            detector = self._detector(state, f"phase {number}")
+            seen = [self.names[label] for label in self.scenario.seen(number)]
+            predictor = Predictor(detector, self.scenario.categories, self.augmentation, seen)
+            when = "so far" if path is None else "before" if number < phase else "after"
+            models.append((f"{when} phase {phase}", predictor))
+        return models
+
+    def _detector(self, state: Mapping[str, Any] | None, origin: str) -> Detector:
+        assert state is not None
+        return build_detector(self.cfg, state, origin, self.cfg.MODEL.DEVICE)
+
+    def _matching(self, learner: Learner, phase: int, index: int) -> Image.Image:
+        rng = np.random.default_rng(0)  # nothing is drawn from it: the mapper is deterministic
+        hidden: Target | None = None
+        if self.hides(phase):
+            everything = self.mapper(self.view("revealed", phase)[index], rng)
+            (target,) = learner.detector.targets([everything])
+            old = torch.isin(target.labels.cpu(), torch.tensor(self.scenario.old(phase)))
+            hidden = Target(target.labels[old], target.boxes[old])
+        entry = self.mapper(self.given(phase)[index], rng)
+        return draw_scene(examine_image(learner, entry, hidden), self.names)
+
+    def _matching_caption(self, phase: int) -> str:
+        if phase == 1 or self.method.pseudo is None:
+            return "labels (green) and the predictions that they are matched with (yellow)."
+        text = "ground truth of the new classes (green) merged with the old model's pseudo-labels "
+        text += "(blue), and the predictions that they are matched with (yellow), one to one."
+        if self.hides(phase):
+            text += " Left: the old objects that the phase hides (green) and the pseudo-labels."
+        return text
+
+    def _predictions(
+        self, models: Sequence[tuple[str, Predictor]], entry: Mapping[str, Any]
+    ) -> Image.Image:
+        """Ground truth beside the predictions of models: right ones yellow, wrong ones red."""
+        pixels = models[0][1].read(entry["file_name"])
+        objects = [obj for obj in entry["annotations"] if not obj["iscrowd"]]
+        labels = [obj["category_id"] for obj in objects]
+        corners = [
+            tuple(BoxMode.convert(obj["bbox"], BoxMode.XYWH_ABS, BoxMode.XYXY_ABS))
+            for obj in objects
+        ]
+        truth = [
+            Box(box, GREEN, self.names[label]) for box, label in zip(corners, labels, strict=True)
+        ]
+        panels = [("ground truth", truth)]
+        for title, predictor in models:
+            found = predictor(pixels, _SCORE)
+            right, _ = match_true_positives(
+                torch.tensor([x.box for x in found]).view(-1, 4),
+                torch.tensor([x.label for x in found]),
+                torch.tensor(corners).view(-1, 4),
+                torch.tensor(labels),
+            )
+            title += f": {int(right.sum())} of {len(truth)} found, {int((~right).sum())} wrong"
+            boxes = [
+                Box(x.box, YELLOW if ok else RED, f"{x.name} {x.score:.2f}")
+                for x, ok in zip(found, right.tolist(), strict=True)
+            ]
+            panels.append((title, boxes))
+        legend = {"ground truth": GREEN, "right prediction": YELLOW, "wrong prediction": RED}
+        return draw_panels(pixels, panels, legend)[0]

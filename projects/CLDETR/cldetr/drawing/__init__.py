@@ -1,0 +1,1 @@
+"""Boxes on images, and pictures of what training does with an image."""
