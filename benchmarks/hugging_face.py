@@ -102,7 +102,8 @@ def twin(model: Detector) -> nn.Module:
         # DETR, so that the last layer alone is comparable.
         settings["auxiliary_loss"] = False
         theirs = DetrForObjectDetection(DetrConfig(**settings))
-    state = translate(model, model.state_dict())
+    state = {k: v for k, v in model.state_dict().items() if k not in model.optional_keys}
+    state = translate(model, state)
     missing, unexpected = theirs.load_state_dict(state, strict=False)
     if unexpected or any(not re.search(r"decoder\.(bbox|class)_embed", x) for x in missing):
         raise RuntimeError(f"weights do not fit: missing {missing}, unexpected {unexpected}")

@@ -28,7 +28,6 @@ from typing import Any
 import detectron2
 import torch
 import transformers
-from detectron2.config import get_cfg
 from detectron2.modeling import build_model
 from hugging_face import inputs, twin, weighted_losses  # type: ignore[import-not-found]
 from measure import alternate, peak_mb  # type: ignore[import-not-found]
@@ -36,13 +35,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 import cldetr
+from cldetr.config import load_config
 from cldetr.layers.cpu import keep_freed_memory
 from cldetr.layers.libraries import load_libraries
 from cldetr.modeling import DeformableDETR
-from cldetr.modeling.config import add_model_config
 from cldetr.modeling.structures import ImageBatch, Target
 
-CONFIG = Path(__file__).parents[1] / "configs" / "base" / "deformable_detr_r50.yaml"
+CONFIG = Path(__file__).parents[1] / "configs" / "detector" / "deformable_detr_r50.yaml"
 SIDES = ("ours", "theirs")
 WARM = 2  # runs of each side before those that count: the first ones ask the system for memory
 
@@ -52,9 +51,8 @@ class Contest:
 
     def __init__(self, batch: int, height: int, width: int) -> None:
         torch.manual_seed(0)
-        cfg = get_cfg()
-        add_model_config(cfg)
-        cfg.merge_from_file(str(CONFIG))
+        cfg = load_config(str(CONFIG))
+        cfg.MODEL.DETR.NUM_CLASSES = 80
         cfg.MODEL.DEVICE = "cpu"
         model = build_model(cfg)
         assert isinstance(model, DeformableDETR)

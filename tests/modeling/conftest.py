@@ -10,6 +10,7 @@ from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 
 import cldetr.modeling  # noqa: F401 (registers)
+from cldetr.config import load_config
 from cldetr.modeling.config import add_model_config
 
 
@@ -68,10 +69,9 @@ def config_file():
     """Reads a file of `configs`."""
 
     def read(name):
-        cfg = get_cfg()
-        add_model_config(cfg)
-        cfg.merge_from_file(str(Path(__file__).parents[2] / "configs" / name))
+        cfg = load_config(str(Path(__file__).parents[2] / "configs" / name))
         cfg.MODEL.DEVICE = "cpu"
+        cfg.MODEL.DETR.NUM_CLASSES = 80
         return cfg
 
     return read

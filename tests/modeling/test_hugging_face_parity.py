@@ -70,7 +70,7 @@ def test_earlier_layers_of_detr_equal_a_shorter_detr(build, batch, hugging_face)
 def test_published_size_gives_the_same_outputs_losses_and_gradients(
     config_file, example, hugging_face
 ):
-    cfg = config_file("base/deformable_detr_r50.yaml")
+    cfg = config_file("detector/deformable_detr_r50.yaml")
     cfg.MODEL.DETR.DROPOUT = 0.0
     cfg.MODEL.DETR.EXACT_PADDING = False
     model = build_model(cfg)

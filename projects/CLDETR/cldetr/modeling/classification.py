@@ -85,7 +85,7 @@ class SoftmaxCE:
 
     def prepare(self, logits: Tensor, class_mask: Tensor | None) -> Tensor:
         """Log-probabilities over the classes that take part and no-object."""
-        return F.log_softmax(leave_out(logits, class_mask), dim=-1)
+        return F.log_softmax(mask_logits(logits, class_mask), dim=-1)
 
     def cost(self, prepared: Tensor) -> Tensor:
         """−p: with a label p_i the cost is −⟨p̂, p_i⟩ (Eq. 2)."""
@@ -108,7 +108,7 @@ class SoftmaxCE:
         return entropy.flatten(1).sum(1) / weighted.flatten(1).sum(1)
 
 
-def leave_out(logits: Tensor, class_mask: Tensor | None) -> Tensor:
+def mask_logits(logits: Tensor, class_mask: Tensor | None) -> Tensor:
     """Gives the classes outside `class_mask` (K,) probability zero; no-object always takes part."""
     if class_mask is None:
         return logits

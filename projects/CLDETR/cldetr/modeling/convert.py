@@ -292,11 +292,17 @@ def _check_against_model(named: Mapping[str, Tensor], converted: Converted) -> d
     # show in any shape: with the other one the weights load and the features are wrong.
     cfg.MODEL.RESNETS.STRIDE_IN_1X1 = False
     cfg.MODEL.RESNETS.OUT_FEATURES = cfg.MODEL.DETR.IN_FEATURES
+    cfg.MODEL.DETR.NUM_CLASSES = 1  # a backbone does not tell
     for key, value in converted.settings.items():
         _set(cfg.MODEL, key, value)
     with torch.device("meta"):
         arch = converted.settings.get("META_ARCHITECTURE", "DeformableDETR")
-        wanted = META_ARCH_REGISTRY.get(arch)(cfg).state_dict()
+        detector = META_ARCH_REGISTRY.get(arch)(cfg)
+    wanted = {
+        name: tensor
+        for name, tensor in detector.state_dict().items()
+        if name not in detector.optional_keys
+    }
     if converted.kind == "backbone":
         wanted = {name: tensor for name, tensor in wanted.items() if name.startswith("backbone.")}
     problems = []

@@ -128,8 +128,6 @@ class DeformableDETR(Detector):
     def scores(self, logits: Tensor) -> Tensor:
         """Class probabilities of logits, (…, K): independent sigmoids."""
         scores = logits.sigmoid()
-        if self.visible_classes is None:
-            return scores
         return scores * self.visible_classes.to(scores)
 
     def background(self, logits: Tensor) -> None:

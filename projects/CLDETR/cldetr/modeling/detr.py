@@ -15,7 +15,7 @@ from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 
-from cldetr.modeling.classification import SoftmaxCE, leave_out
+from cldetr.modeling.classification import SoftmaxCE, mask_logits
 from cldetr.modeling.detector import Detector, shared_arguments
 from cldetr.modeling.detr_transformer import DetrTransformer
 from cldetr.modeling.mlp import MLP
@@ -87,9 +87,7 @@ class DETR(Detector):
         return self._probabilities(logits)[..., -1]
 
     def _probabilities(self, logits: Tensor) -> Tensor:
-        visible = self.visible_classes
-        visible = None if visible is None else visible.to(logits.device)
-        return torch.softmax(leave_out(logits, visible), dim=-1)
+        return torch.softmax(mask_logits(logits, self.visible_classes), dim=-1)
 
     def _extract(self, tensor: Tensor) -> list[Tensor]:
         return [self.input_proj(self._features(tensor)[0])]
