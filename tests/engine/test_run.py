@@ -1,5 +1,6 @@
 """Whole runs: every stage happens, stopping anywhere changes nothing, bad starts are refused."""
 
+import contextlib
 import io
 import json
 import signal
@@ -7,18 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from detectron2.engine import DefaultPredictor
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from cldetr.config import load_config
+from cldetr.engine import IncrementalTrainer
 from cldetr.engine.checkpoint import load_state
 from cldetr.engine.ledger import Ledger
-from cldetr.engine.run import IncrementalRun
-from cldetr.engine.trainer import StageTrainer
+from cldetr.engine.step import StageTrainer
 from cldetr.errors import InputError
 
-from .conftest import TINY, start, wait_for
+from .conftest import start, train, wait_for
 
 
 def artefacts(folder):
@@ -47,10 +46,10 @@ def assert_same(folder, other):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, tiny_recipe):
+def finished(tmp_path_factory, tiny_config):
     """An uninterrupted run to compare with."""
     folder = tmp_path_factory.mktemp("finished")
-    IncrementalRun(tiny_recipe(folder)).run()
+    train(tiny_config(folder))
     return folder
 
 
@@ -80,17 +79,17 @@ def test_a_run_notes_its_data_its_pseudo_labels_and_what_it_ran_with(finished):
     assert "pseudo" not in json.loads((finished / "phase1/train/stage.json").read_text())["facts"]
 
 
-def test_a_finished_run_resumes_to_the_same_without_training(finished, tiny_recipe, monkeypatch):
+def test_a_finished_run_resumes_to_the_same_without_training(finished, tiny_config, monkeypatch):
     def refuse(self):
         raise AssertionError("a finished stage trained again")
 
     monkeypatch.setattr(StageTrainer, "run_step", refuse)
     before = artefacts(finished)[1]
-    IncrementalRun(tiny_recipe(finished), resume=True).run()
+    train(tiny_config(finished), resume=True)
     assert artefacts(finished)[1] == before
 
 
-def test_tensorboard_shows_pictures_which_change_nothing(finished, tiny_recipe, tmp_path):
+def test_tensorboard_shows_pictures_which_change_nothing(finished, tiny_config, tmp_path):
     events = EventAccumulator(str(finished / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
     tags = events.Tags()["images"]
@@ -100,7 +99,7 @@ def test_tensorboard_shows_pictures_which_change_nothing(finished, tiny_recipe, 
     assert len(first) > 1
     with Image.open(io.BytesIO(first[0].encoded_image_string)) as picture:
         assert picture.width == 2 * 320 + 12 + 16  # merged labels beside matched predictions
-    IncrementalRun(tiny_recipe(tmp_path, "LOG_IMAGES", "0")).run()
+    train(tiny_config(tmp_path, "LOG_IMAGES", "0"))
     assert_same(tmp_path, finished)
 
 
@@ -109,7 +108,7 @@ class CrashError(Exception):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_crashes_all_along_change_nothing(finished, tiny_recipe, tmp_path, monkeypatch, workers):
+def test_crashes_all_along_change_nothing(finished, tiny_config, tmp_path, monkeypatch, workers):
     # The run crashes after 3 steps again and again, in every training stage, and goes on.
     step = StageTrainer.run_step
     budget = [0]
@@ -124,20 +123,17 @@ def test_crashes_all_along_change_nothing(finished, tiny_recipe, tmp_path, monke
     crashes = 0
     while not (tmp_path / "results.json").exists():
         budget[0] = 3
-        recipe = tiny_recipe(tmp_path, "DATALOADER.NUM_WORKERS", str(workers))
-        run = None
+        cfg = tiny_config(tmp_path, "DATALOADER.NUM_WORKERS", str(workers))
         try:
-            run = IncrementalRun(recipe, resume=crashes > 0)
-            run.run()
+            train(cfg, resume=crashes > 0)
         except CrashError:
             crashes += 1
-            run.ledger.close()
     assert crashes >= 4
     assert_same(tmp_path, finished)
 
 
 def test_a_crash_at_the_end_of_every_stage_changes_nothing(
-    finished, tiny_recipe, tmp_path, monkeypatch
+    finished, tiny_config, tmp_path, monkeypatch
 ):
     # Each stage has written its results and crashes just before it is declared finished.
     finish = Ledger.finish
@@ -151,11 +147,8 @@ def test_a_crash_at_the_end_of_every_stage_changes_nothing(
 
     monkeypatch.setattr(Ledger, "finish", crash_once)
     while not (tmp_path / "results.json").exists():
-        run = IncrementalRun(tiny_recipe(tmp_path), resume=bool(crashed))
-        try:
-            run.run()
-        except CrashError:
-            run.ledger.close()
+        with contextlib.suppress(CrashError):
+            train(tiny_config(tmp_path), resume=bool(crashed))
     stages = [(2, "train"), (2, "select"), (2, "calibrate"), (2, "evaluate")]
     assert crashed == [(1, "train"), (1, "select"), (1, "evaluate"), *stages]
     assert_same(tmp_path, finished)
@@ -178,9 +171,9 @@ def test_kill_and_sigterm_are_survived(finished, tiny_shapes, tmp_path):
     assert_same(tmp_path, finished)
 
 
-def test_three_phases_with_label_completion(tiny_recipe, tmp_path):
+def test_three_phases_with_label_completion(tiny_config, tmp_path):
     overrides = ["SCENARIO.NAME", "2+1x2", "METHOD.CALIBRATE.COMPLETE.ENABLED", "True"]
-    results = IncrementalRun(tiny_recipe(tmp_path, *overrides)).run()
+    results = train(tiny_config(tmp_path, *overrides))
     assert len(results["phases"]) == 3
     assert len(results["matrix"][2]) == 3
     memory = json.loads((tmp_path / "phase3/select/memory.json").read_text())
@@ -194,13 +187,13 @@ def test_three_phases_with_label_completion(tiny_recipe, tmp_path):
         pytest.param(["SCENARIO.PROTOCOL", "traditional", "METHOD.UNSEEN", "negative"], id="old"),
     ],
 )
-def test_other_settings_run_through_the_same_engine(tiny_recipe, tmp_path, overrides):
-    results = IncrementalRun(tiny_recipe(tmp_path, *overrides)).run()
+def test_other_settings_run_through_the_same_engine(tiny_config, tmp_path, overrides):
+    results = train(tiny_config(tmp_path, *overrides))
     assert results["phases"][1]["all"]["AP"] is not None
 
 
-def test_each_phase_may_be_a_data_set_of_its_own(tiny_recipe, tmp_path):
-    json_file, images = tiny_recipe(tmp_path).data.train[0].split(".json:")
+def test_each_phase_may_be_a_data_set_of_its_own(tiny_config, tmp_path):
+    json_file, images = tiny_config(tmp_path).DATASETS.TRAIN[0].split(".json:")
     whole = json.loads(Path(f"{json_file}.json").read_text())
     references = []
     for name, ids, own in (("old", {1, 2, 3}, slice(0, 24)), ("new", {4}, slice(24, 36))):
@@ -214,37 +207,24 @@ def test_each_phase_may_be_a_data_set_of_its_own(tiny_recipe, tmp_path):
         }
         (tmp_path / f"{name}.json").write_text(json.dumps(part))
         references.append(f"{tmp_path / name}.json:{images}")
-    run = IncrementalRun(tiny_recipe(tmp_path / "run", "DATASETS.TRAIN", str(references)))
-    assert [len(phase.classes) for phase in run.data.scenario.phases] == [3, 1]
-    results = run.run()
+    trainer = IncrementalTrainer(tiny_config(tmp_path / "run", "DATASETS.TRAIN", str(references)))
+    assert [len(phase.classes) for phase in trainer.data.scenario.phases] == [3, 1]
+    results = trainer.train()
     assert results["phases"][1]["new"]["AP"] is not None
 
 
-def test_a_trained_detector_can_be_the_first_phase(finished, tiny_recipe, tmp_path):
+def test_a_trained_detector_can_be_the_first_phase(finished, tiny_config, tmp_path):
     given = finished / "phase1/train/model.pth"
-    IncrementalRun(tiny_recipe(tmp_path, "MODEL.DETECTOR", str(given))).run()
+    train(tiny_config(tmp_path, "MODEL.DETECTOR", str(given)))
     assert_same(tmp_path, finished)  # all that follows phase 1 is as if it had been trained here
     facts = json.loads((tmp_path / "phase1/train/stage.json").read_text())["facts"]
     assert facts["steps"] == 0
 
 
-def test_a_detector_of_other_classes_is_refused_as_the_first_phase(finished, tiny_recipe, tmp_path):
+def test_a_detector_of_other_classes_is_refused_as_the_first_phase(finished, tiny_config, tmp_path):
     later = finished / "phase2/calibrate/model.pth"
-    run = IncrementalRun(tiny_recipe(tmp_path, "MODEL.DETECTOR", str(later)))
     with pytest.raises(InputError, match="not of phase 1"):
-        run.run()
-    run.ledger.close()
-
-
-def test_a_model_of_a_run_loads_in_the_default_predictor(finished, tiny_shapes):
-    cfg = load_config(TINY, tiny_shapes)
-    cfg.MODEL.WEIGHTS = str(finished / "phase2/calibrate/model.pth")
-    cfg.MODEL.DETR.NUM_CLASSES = 4
-    cfg.DATASETS.TEST = ()
-    image = torch.randint(0, 255, (64, 80, 3), dtype=torch.uint8).numpy()
-    instances = DefaultPredictor(cfg)(image)["instances"]
-    assert instances.image_size == (64, 80)
-    assert len(instances) > 0
+        train(tiny_config(tmp_path, "MODEL.DETECTOR", str(later)))
 
 
 def test_eval_only_repeats_the_runs_last_numbers(finished, tiny_shapes):
@@ -255,6 +235,6 @@ def test_eval_only_repeats_the_runs_last_numbers(finished, tiny_shapes):
     assert f"{metrics['all']['AP50']:.1f}" in said
 
 
-def test_the_data_may_not_change_under_a_run(finished, tiny_recipe):
-    with pytest.raises(InputError, match="scenario"):
-        IncrementalRun(tiny_recipe(finished, "SCENARIO.DATA_SEED", "5"), resume=True)
+def test_the_data_may_not_change_under_a_run(finished, tiny_config):
+    with pytest.raises(InputError, match="SCENARIO.DATA_SEED: was 0, now 5"):
+        train(tiny_config(finished, "SCENARIO.DATA_SEED", "5"), resume=True)

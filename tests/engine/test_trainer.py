@@ -1,4 +1,4 @@
-"""The training loop: what is not finite is left out, on all processes, and never saved."""
+"""The training loop: what is not finite is skipped, on all processes, and never saved."""
 
 import logging
 import os
@@ -6,12 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from detectron2.modeling import build_model
 
 from cldetr.engine.checkpoint import latest_checkpoint, save_checkpoint, save_state
-from cldetr.engine.run import IncrementalRun
-from cldetr.engine.trainer import build_optimizer, training_state
+from cldetr.engine.hooks import training_state
+from cldetr.engine.step import build_optimizer
 from cldetr.errors import InputError
 from cldetr.methods.learner import Learner
+
+from .conftest import train
 
 
 @pytest.fixture
@@ -32,13 +35,13 @@ def sick_steps(monkeypatch):
     return steps
 
 
-def test_a_step_without_finite_gradient_is_left_out_and_named(
-    tiny_recipe, tmp_path, sick_steps, caplog
+def test_a_step_without_finite_gradient_is_skipped_and_named(
+    tiny_config, tmp_path, sick_steps, caplog
 ):
     sick_steps |= {1, 3}
     with caplog.at_level(logging.WARNING):
-        IncrementalRun(tiny_recipe(tmp_path)).run()
-    said = [record.message for record in caplog.records if "left out" in record.message]
+        train(tiny_config(tmp_path))
+    said = [record.message for record in caplog.records if "skipped" in record.message]
     assert len(said) == 2
     assert ".png" in said[0]
     for path in tmp_path.rglob("model.pth"):
@@ -47,21 +50,19 @@ def test_a_step_without_finite_gradient_is_left_out_and_named(
 
 
 def test_three_in_a_row_stop_the_run_and_leave_a_sound_checkpoint(
-    tiny_recipe, tmp_path, sick_steps
+    tiny_config, tmp_path, sick_steps
 ):
     sick_steps |= {3, 4, 5}
-    run = IncrementalRun(tiny_recipe(tmp_path))
     with pytest.raises(InputError, match="3 steps in a row"):
-        run.run()
-    run.ledger.close()
+        train(tiny_config(tmp_path))
     saved = latest_checkpoint(tmp_path / "phase1/train/checkpoints")
     assert saved.step == 4
     assert all(torch.isfinite(value).all() for value in saved.state["model"].values())
 
 
 def test_weights_that_are_not_finite_are_never_saved():
-    trainer = SimpleNamespace(learner=SimpleNamespace(detector=torch.nn.Linear(2, 2)))
-    torch.nn.init.constant_(trainer.learner.detector.weight, float("inf"))
+    trainer = SimpleNamespace(detector=torch.nn.Linear(2, 2))
+    torch.nn.init.constant_(trainer.detector.weight, float("inf"))
     with pytest.raises(InputError, match="not finite"):
         training_state(trainer, {})
 
@@ -78,17 +79,32 @@ def test_a_full_disk_keeps_what_was_saved(tmp_path):
     assert latest_checkpoint(tmp_path).step == 2
 
 
-def test_parameters_are_in_the_groups_of_deformable_detr(tiny_recipe, tmp_path):
-    recipe = tiny_recipe(tmp_path, "SOLVER.BACKBONE_FACTOR", "0.1")
-    detector = recipe.model.build(4)
-    optimizer = build_optimizer(detector, recipe.optimizer)
-    lr_of = {
-        id(parameter): group["base_lr"]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
+def test_parameters_are_in_the_groups_of_deformable_detr(tiny_config, tmp_path):
+    cfg = tiny_config(
+        tmp_path,
+        *("SOLVER.BACKBONE_MULTIPLIER", "0.25", "SOLVER.WEIGHT_DECAY_NORM", "0.5"),
+        *("SOLVER.LR_MULTIPLIERS", "[['sampling_offsets', 0.1], ['reference_points', 0.2]]"),
+    )
+    cfg.MODEL.DETR.NUM_CLASSES = 4
+    detector = build_model(cfg)
+    optimizer = build_optimizer(cfg, detector)
+    groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+    norms = {
+        id(parameter)
+        for module in detector.modules()
+        if isinstance(module, (torch.nn.LayerNorm, torch.nn.GroupNorm, torch.nn.BatchNorm2d))
+        for parameter in module.parameters()
     }
     for name, parameter in detector.named_parameters():
-        slow = "sampling_offsets" in name or "reference_points" in name
-        factor = 0.1 if slow or name.startswith("backbone.") else 1.0
-        assert lr_of[id(parameter)] == pytest.approx(1e-3 * factor), name
-    assert len(lr_of) == len(list(detector.parameters()))
+        factor = 1.0
+        if name.startswith("backbone."):
+            factor = 0.25
+        elif "sampling_offsets" in name:
+            factor = 0.1
+        elif "reference_points" in name:
+            factor = 0.2
+        group = groups[id(parameter)]
+        assert group["lr"] == pytest.approx(1e-3 * factor), name
+        assert group["weight_decay"] == (0.5 if id(parameter) in norms else 1e-4), name
+    assert len(groups) == len(list(detector.parameters()))
+    assert norms

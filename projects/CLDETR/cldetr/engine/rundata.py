@@ -19,6 +19,7 @@ from cldetr.data.datasets import (
     register_dataset,
     register_exemplars,
     register_views,
+    unregister_views,
     view_name,
 )
 from cldetr.data.exemplars import Context, find_strategy
@@ -42,10 +43,11 @@ class RunData:
     def __init__(self, cfg: CfgNode) -> None:
         """Reads DATASETS.TRAIN and TEST, divides them by SCENARIO and registers the views."""
         self.cfg = cfg
-        self.prefix = str(cfg.OUTPUT_DIR)
+        self.prefix = str(cfg.OUTPUT_DIR).strip("/")
         self.train = self._read("TRAIN", trim=True)
         self.test = self._read("TEST", trim=False)
         self.scenario = self._scenario()
+        unregister_views(self.prefix)
         register_views(self.scenario, self.train, self.test, self.prefix)
 
     def name(self, kind: str, phase: int, suffix: str = "") -> str:
@@ -104,13 +106,13 @@ class RunData:
         classes = self.scenario.phase(phase).classes
         counts = phase_counts(self.scenario, phase, self.train[self.scenario.phase(phase).source])
         features = None
-        if rule.strategy == "herding":
+        strategy = find_strategy(rule.strategy)
+        if strategy.needs_features:
             augmentation = Augmentation.from_config(self.cfg)
             features = object_features(detector, entries, classes, augmentation)
-        choose = find_strategy(rule.strategy)
         with tqdm(desc="choosing exemplars", unit="image", leave=False, disable=None) as bar:
             context = Context(self.cfg.SEED, features, progress=bar.update)
-            selection = choose(counts, rule.budget, context)
+            selection = strategy.choose(counts, rule.budget, context)
         chosen = PhaseExemplars.of(
             self.scenario,
             phase,

@@ -103,6 +103,12 @@ class StageTrainer(SimpleTrainer):
             self._skip(batch, losses)
         self.scaler.update()
 
+    def close(self) -> None:
+        """Ends the loader's workers now: those of a failed stage would delay the exit."""
+        iterator, self._data_loader_iter_obj = self._data_loader_iter_obj, None
+        if hasattr(iterator, "_shutdown_workers"):  # a traceback may keep the iterator alive
+            iterator._shutdown_workers()
+
     def _backward(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Accumulates the gradients of a batch, in parts where memory is short."""
         self.optimizer.zero_grad()

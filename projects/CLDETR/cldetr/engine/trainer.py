@@ -478,8 +478,11 @@ class IncrementalTrainer(TrainerBase):
             stage.batch,
             f"from step {first}" if first else "from the start",
         )
-        super().train(self._offset + first, self._offset + stage.steps)
-        self.cfg = self.run_cfg
+        try:
+            super().train(self._offset + first, self._offset + stage.steps)
+        finally:
+            self._trainer.close()
+            self.cfg = self.run_cfg
         if learner.pseudo_images and learner.pseudo_empty > 0.9 * learner.pseudo_images:
             logger.warning(
                 "phase %d %s: %d of %d images got no pseudo-label: the old model may not know "

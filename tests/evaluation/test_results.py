@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from cldetr.engine.average_precision import METRICS
-from cldetr.engine.results import (
+from cldetr.evaluation.average_precision import METRICS
+from cldetr.evaluation.results import (
     format_matrix,
     format_table,
     load_results,

@@ -15,8 +15,8 @@ from detectron2.evaluation import COCOEvaluator, inference_on_dataset
 from detectron2.evaluation.testing import flatten_results_dict
 from detectron2.structures import Boxes, Instances
 
-from cldetr.engine.average_precision import METRICS, Detections, GroundTruth, Source
-from cldetr.engine.evaluation import IncrementalEvaluator, to_scalars
+from cldetr.evaluation.average_precision import METRICS, Detections, GroundTruth, Source
+from cldetr.evaluation.evaluator import IncrementalEvaluator, to_scalars
 from cldetr.errors import InputError
 from cldetr.scenario import Category, Phase, Scenario
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cldetr.engine import average_precision
-from cldetr.engine.average_precision import (
+from cldetr.evaluation import average_precision
+from cldetr.evaluation.average_precision import (
     Detections,
     GroundTruth,
     Source,

@@ -9,7 +9,7 @@ from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
 from cldetr.data.coco import CocoData
-from cldetr.engine.average_precision import Detections
+from cldetr.evaluation.average_precision import Detections
 from cldetr.scenario import Category
 
 METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")

@@ -5,20 +5,23 @@ import shutil
 
 import pytest
 import torch
+from detectron2.data import DatasetCatalog
 
 from cldetr.data.loader import MappedDataset
-from cldetr.data.mapper import Mapper
+from cldetr.data.mapper import Augmentation, Mapper
 from cldetr.data.predictions import PredictionStore
 from cldetr.engine.checkpoint import load_state
-from cldetr.engine.run import IncrementalRun
-from cldetr.engine.trainer import Interrupted, StageTrainer, StopRequest
+from cldetr.engine.ranks import Interrupted, StopRequest
+from cldetr.engine.restore import build_detector
+from cldetr.engine.rundata import RunData
+from cldetr.engine.step import StageTrainer
 from cldetr.errors import InputError
 from cldetr.methods.learner import Learner, freeze
 
-from .conftest import start
+from .conftest import start, train
 
 CACHE = ["METHOD.PSEUDO.CACHE", "True", "METHOD.PSEUDO.FOREGROUND", "0.01"]
-STILL = ["INPUT.FLIP", "0.0", "INPUT.MIN_SIZE_TRAIN", "[0]"]
+NO_AUGMENTATION = ["INPUT.RANDOM_FLIP", "none", "INPUT.MIN_SIZE_TRAIN", "[0]"]
 
 
 def weights(folder, stage="phase2/calibrate"):
@@ -33,10 +36,10 @@ def assert_same_weights(folder, other):
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory, tiny_recipe):
+def finished(tmp_path_factory, tiny_config):
     """An uninterrupted run with stored predictions, in training and in calibration."""
     folder = tmp_path_factory.mktemp("cached")
-    IncrementalRun(tiny_recipe(folder, *CACHE, *COMPLETE)).run()
+    train(tiny_config(folder, *CACHE, *COMPLETE))
     return folder
 
 
@@ -71,12 +74,12 @@ def test_replayed_exemplars_have_predictions_too(finished):
     assert all(len(store[len(store) - 1 - place].scores) for place in range(exemplars))
 
 
-def test_without_augmentation_training_is_as_with_the_live_teacher(finished, tiny_recipe, tmp_path):
+def test_without_augmentation_training_is_as_with_the_live_teacher(finished, tiny_config, tmp_path):
     given = ["MODEL.DETECTOR", str(finished / "phase1/train/model.pth")]
-    shared = [*given, *STILL, "MODEL.DETR.DROPOUT", "0.0", "SCHEDULE.TRAIN.MAX_STEPS", "2"]
-    IncrementalRun(tiny_recipe(tmp_path / "cached", *CACHE, *shared)).run()
+    shared = [*given, *NO_AUGMENTATION, "MODEL.DETR.DROPOUT", "0.0", "SCHEDULE.TRAIN.MAX_STEPS", "2"]
+    train(tiny_config(tmp_path / "cached", *CACHE, *shared))
     live = ["METHOD.PSEUDO.FOREGROUND", "0.01"]
-    IncrementalRun(tiny_recipe(tmp_path / "live", *live, *shared)).run()
+    train(tiny_config(tmp_path / "live", *live, *shared))
     # The first step's: Adam turns a difference in the last bit of a gradient into a whole step.
     first, again = (
         json.loads((tmp_path / name / "metrics.json").read_text().splitlines()[0])
@@ -94,8 +97,8 @@ class CrashError(Exception):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_crashes_all_along_change_nothing(finished, tiny_recipe, tmp_path, monkeypatch, workers):
-    step, ask = StageTrainer.run_step, Learner.recordable
+def test_crashes_all_along_change_nothing(finished, tiny_config, tmp_path, monkeypatch, workers):
+    step, ask = StageTrainer.run_step, Learner.teacher_candidates
     budget = [0]
 
     def spend():
@@ -104,23 +107,21 @@ def test_crashes_all_along_change_nothing(finished, tiny_recipe, tmp_path, monke
         budget[0] -= 1
 
     monkeypatch.setattr(StageTrainer, "run_step", lambda self: (spend(), step(self)))
-    monkeypatch.setattr(Learner, "recordable", lambda self, batch: (spend(), ask(self, batch))[1])
-    crashes, most = 0, 3
+    monkeypatch.setattr(Learner, "teacher_candidates", lambda self, batch: (spend(), ask(self, batch))[1])
+    crashes, limit = 0, 3
     while not (tmp_path / "results.json").exists():
-        budget[0] = most
-        most += 4  # asking about all images has to fit in, in the end
+        budget[0] = limit
+        limit += 4  # asking about all images has to fit in, in the end
         more = ["DATALOADER.NUM_WORKERS", str(workers)]
-        run = IncrementalRun(tiny_recipe(tmp_path, *CACHE, *COMPLETE, *more), resume=crashes > 0)
         try:
-            run.run()
+            train(tiny_config(tmp_path, *CACHE, *COMPLETE, *more), resume=crashes > 0)
         except CrashError:
             crashes += 1
-            run.ledger.close()
     assert crashes >= 3
     assert_same_weights(tmp_path, finished)
 
 
-def stop_in_training(tiny_recipe, finished, folder, monkeypatch):
+def stop_in_training(tiny_config, finished, folder, monkeypatch):
     """A run that has stored predictions and a checkpoint of phase 2, and stopped there."""
     step = StageTrainer.run_step
 
@@ -132,47 +133,43 @@ def stop_in_training(tiny_recipe, finished, folder, monkeypatch):
     given = ["MODEL.DETECTOR", str(finished / "phase1/train/model.pth"), *CACHE]
     with monkeypatch.context() as patch:
         patch.setattr(StageTrainer, "run_step", limited)
-        run = IncrementalRun(tiny_recipe(folder, *given))
         with pytest.raises(CrashError):
-            run.run()
-        run.ledger.close()
+            train(tiny_config(folder, *given))
     return given
 
 
 def test_damaged_predictions_are_made_again_the_same(
-    finished, tiny_recipe, tmp_path, monkeypatch, caplog
+    finished, tiny_config, tmp_path, monkeypatch, caplog
 ):
-    given = stop_in_training(tiny_recipe, finished, tmp_path / "a", monkeypatch)
+    given = stop_in_training(tiny_config, finished, tmp_path / "a", monkeypatch)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     scores = tmp_path / "b/phase2/train/predictions/scores.npy"
     whole = scores.read_bytes()
     scores.write_bytes(whole[:-5])
-    IncrementalRun(tiny_recipe(tmp_path / "b", *given), resume=True).run()
+    train(tiny_config(tmp_path / "b", *given), resume=True)
     assert "making the predictions again" in caplog.text
     assert scores.read_bytes() == whole
-    IncrementalRun(tiny_recipe(tmp_path / "a", *given), resume=True).run()
+    train(tiny_config(tmp_path / "a", *given), resume=True)
     assert_same_weights(tmp_path / "a", tmp_path / "b")
 
 
 @pytest.mark.parametrize("key", ["teacher", "data"])
 def test_predictions_of_another_teacher_or_other_data_are_refused(
-    finished, tiny_recipe, tmp_path, monkeypatch, key
+    finished, tiny_config, tmp_path, monkeypatch, key
 ):
-    given = stop_in_training(tiny_recipe, finished, tmp_path, monkeypatch)
+    given = stop_in_training(tiny_config, finished, tmp_path, monkeypatch)
     path = tmp_path / "phase2/train/predictions/manifest.json"
     manifest = json.loads(path.read_text())
     manifest["about"][key] = "0" * 64
     path.write_text(json.dumps(manifest))
-    run = IncrementalRun(tiny_recipe(tmp_path, *given), resume=True)
     with pytest.raises(InputError, match=f"{key}: stored '000"):
-        run.run()
-    run.ledger.close()
+        train(tiny_config(tmp_path, *given), resume=True)
 
 
 def test_a_signal_while_the_teacher_is_asked_stops_the_run(
-    finished, tiny_recipe, tmp_path, monkeypatch
+    finished, tiny_config, tmp_path, monkeypatch
 ):
-    ask = Learner.recordable
+    ask = Learner.teacher_candidates
     asked = []
 
     def count(self, batch):
@@ -181,14 +178,11 @@ def test_a_signal_while_the_teacher_is_asked_stops_the_run(
         return ask(self, batch)
 
     stop = StopRequest()
-    monkeypatch.setattr(Learner, "recordable", count)
-    monkeypatch.setattr("cldetr.engine.run.StopRequest", lambda: stop)
+    monkeypatch.setattr(Learner, "teacher_candidates", count)
+    monkeypatch.setattr("cldetr.engine.trainer.StopRequest", lambda: stop)
     given = ["MODEL.DETECTOR", str(finished / "phase1/train/model.pth"), *CACHE]
-    run = IncrementalRun(tiny_recipe(tmp_path, *given))
-    stop.signum = 0
     with pytest.raises(Interrupted):
-        run.run()
-    run.ledger.close()
+        train(tiny_config(tmp_path, *given))
     assert len(asked) == 1
     assert not (tmp_path / "phase2/train/predictions").exists()
 
@@ -205,13 +199,14 @@ def test_two_processes_store_what_one_stores(finished, tiny_shapes, tmp_path):
     assert json.loads((tmp_path / "phase2/train/stage.json").read_text())["facts"]["steps"] == 1
 
 
-def test_what_is_stored_is_what_the_teacher_says_about_the_image_as_it_is(finished, tiny_recipe):
-    run = IncrementalRun(tiny_recipe(finished, *CACHE, *COMPLETE), resume=True)
-    run._load(finished / "phase1/train/model.pth")
-    teacher = freeze(run.detector, run.data.scenario.old(2))
-    view = run.data.train_entries(2, run._memory(1))
-    run.ledger.close()
-    entry = MappedDataset(view, Mapper(run.recipe.augmentation, training=False))[3]
+def test_what_is_stored_is_what_the_teacher_says_about_the_image_as_it_is(finished, tiny_config):
+    cfg = tiny_config(finished, *CACHE, *COMPLETE)
+    data = RunData(cfg)
+    weights = finished / "phase1/train/model.pth"
+    detector = build_detector(cfg, load_state(weights), str(weights))
+    teacher = freeze(detector, data.scenario.old(2))
+    view = DatasetCatalog.get(data.name("phase", 2))  # before the exemplars, in this order
+    entry = MappedDataset(view, Mapper(Augmentation.from_config(cfg), training=False))[3]
     (found,) = teacher([entry])  # the detector's own way to detections
     stored = PredictionStore(finished / "phase2/train/predictions")[3]
     best = found["instances"].scores[0]

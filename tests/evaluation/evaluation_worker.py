@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from cldetr.engine.evaluation import IncrementalEvaluator
+from cldetr.evaluation.evaluator import IncrementalEvaluator
 
 
 def evaluate_share(directory: Path, rank: int) -> None:
