@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from cldetr.data.counts import ClassCounts
 from cldetr.scenario import Category
 
 # For tests marked `data`: COCO's val2017 with boxes alone, and the published class orders.
@@ -69,6 +70,13 @@ def random_coco(seed=0, images=40, categories=8, most=5, crowd=0.1):
             )
     rng.shuffle(content["annotations"])
     return content
+
+
+def class_counts(labels, num_classes):
+    """The class counts of images given by the labels of their objects."""
+    images = np.repeat(np.arange(len(labels)), [len(row) for row in labels])
+    flat = np.array([label for row in labels for label in row], dtype=np.int64)
+    return ClassCounts.from_objects(images, flat, len(labels), num_classes)
 
 
 class Labels:

@@ -176,7 +176,7 @@ def test_cache_folder_that_cannot_be_written_is_no_obstacle(tmp_path, caplog):
     path = write(tmp_path / "a.json", coco())
     blocked = write(tmp_path / "file", "not a folder")
     assert len(load_coco(path, tmp_path, cache_dir=blocked).image_ids) == 3
-    assert "no cache" in caplog.text
+    assert "cannot write the cache" in caplog.text
 
 
 def test_image_path_stays_in_the_folder(tmp_path):
@@ -213,7 +213,7 @@ def test_image_ids_become_numbers_and_strangers_are_named(tmp_path):
         (json.dumps(coco()).encode()[:-40], "cut off"),
         (json.dumps(coco()).encode() + b"x", "not valid JSON"),
         (b"[1, 2]", "a list where a COCO file has an object"),
-        (b'"text"', "a text where"),
+        (b'"text"', "a string where"),
         (b"\xff\xfe{", "not UTF-8"),
         (b'{"images": "\xe9"}', "not UTF-8"),
         (b"\xef\xbb\xbf{}", "byte order mark"),
@@ -265,4 +265,4 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, caplog):
     (tmp_path / "file").write_text("no folder can be here")
     data = load_coco(path, tmp_path, cache_dir=tmp_path / "file" / "cldetr")
     assert len(data.image_ids)
-    assert "no cache could be written" in caplog.text
+    assert "cannot write the cache" in caplog.text

@@ -3,9 +3,11 @@ import pytest
 
 from cldetr.data.counts import ClassCounts, kl_curve, kl_divergence
 
+from ..coco_files import class_counts
+
 
 def test_counts_labels_of_each_image():
-    counts = ClassCounts.from_labels([[2, 0, 2], [], [1]], 3)
+    counts = class_counts([[2, 0, 2], [], [1]], 3)
     assert counts.indptr.tolist() == [0, 2, 2, 3]
     assert counts.labels.tolist() == [0, 2, 1]
     assert counts.counts.tolist() == [1, 2, 1]
@@ -14,13 +16,13 @@ def test_counts_labels_of_each_image():
 
 
 def test_take_gives_rows_in_the_order_asked_for():
-    counts = ClassCounts.from_labels([[2, 0, 2], [], [1]], 3).take(np.array([2, 0]))
+    counts = class_counts([[2, 0, 2], [], [1]], 3).take(np.array([2, 0]))
     assert counts.instances().tolist() == [1, 3]
     assert counts.labels.tolist() == [1, 0, 2]
 
 
 def test_transpose_lists_the_images_of_each_class():
-    counts = ClassCounts.from_labels([[1, 1], [0], [1]], 3).transpose()
+    counts = class_counts([[1, 1], [0], [1]], 3).transpose()
     assert counts.indptr.tolist() == [0, 1, 3, 3]
     assert counts.labels.tolist() == [1, 0, 2]
     assert counts.counts.tolist() == [1, 2, 1]
@@ -63,7 +65,7 @@ def test_kl_keeps_its_digits_when_it_is_tiny():
 
 
 def test_kl_curve_follows_the_choices():
-    counts = ClassCounts.from_labels([[0, 0, 1], [0], [1], []], 2)
+    counts = class_counts([[0, 0, 1], [0], [1], []], 2)
     curve = kl_curve(counts, np.array([3, 1, 2, 0]))
     data = counts.class_totals()  # 3, 2
     assert curve[:2].tolist() == [np.inf, np.inf]
@@ -76,7 +78,7 @@ def test_kl_curve_follows_the_choices():
 def test_kl_curve_is_the_same_in_blocks():
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 5, rng.integers(0, 4)).tolist() for _ in range(2500)]
-    counts = ClassCounts.from_labels(rows, 5)
+    counts = class_counts(rows, 5)
     order = rng.permutation(2500)
     curve = kl_curve(counts, order)
     for size in (1, 1024, 1025, 2500):

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from cldetr.data.coco import load_coco
-from cldetr.data.counts import ClassCounts, kl_divergence
+from cldetr.data.counts import kl_divergence
 from cldetr.data.exemplars import (
     STRATEGIES,
     Context,
@@ -21,7 +21,7 @@ from cldetr.data.memory import phase_counts
 from cldetr.errors import InputError
 from cldetr.scenario import make_scenario
 
-from ..coco_files import VAL2017_BOXES
+from ..coco_files import VAL2017_BOXES, class_counts
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def features_of(rows):
 
 @pytest.mark.parametrize("word", [word for word in STRATEGIES if word != "released"])
 def test_every_strategy_fills_its_budget_with_labelled_images_first(word):
-    counts = ClassCounts.from_labels(ROWS, 3)
+    counts = class_counts(ROWS, 3)
     context = Context(features=features_of(ROWS))
     for budget in range(2, 9):
         selection = find_strategy(word).choose(counts, budget, context)
@@ -70,7 +70,7 @@ def test_every_strategy_fills_its_budget_with_labelled_images_first(word):
 
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_budget_beyond_the_data_takes_all_and_tells_the_shortfall(word):
-    counts = ClassCounts.from_labels(ROWS, 3)
+    counts = class_counts(ROWS, 3)
     selection = find_strategy(word).choose(counts, 20, Context(features=features_of(ROWS)))
     assert selection.budget == 20
     assert selection.shortfall == 20 - len(selection.indices) == (14 if word == "released" else 12)
@@ -78,7 +78,7 @@ def test_budget_beyond_the_data_takes_all_and_tells_the_shortfall(word):
 
 @pytest.mark.parametrize("word", STRATEGIES)
 def test_every_strategy_records_the_divergence_after_each_choice(word):
-    counts = ClassCounts.from_labels(ROWS, 3)
+    counts = class_counts(ROWS, 3)
     selection = find_strategy(word).choose(counts, 5, Context(features=features_of(ROWS)))
     for size in range(1, len(selection.indices) + 1):
         held = counts.take(selection.indices[:size]).class_totals()
@@ -88,7 +88,7 @@ def test_every_strategy_records_the_divergence_after_each_choice(word):
 
 @pytest.mark.parametrize("word", ["random", "balanced"])
 def test_drawing_depends_on_the_seed_alone(word):
-    counts = ClassCounts.from_labels([[i % 3] for i in range(60)], 3)
+    counts = class_counts([[i % 3] for i in range(60)], 3)
     first, again, other = (
         find_strategy(word).choose(counts, 20, Context(seed=seed)).indices.tolist()
         for seed in (1, 1, 2)
@@ -99,7 +99,7 @@ def test_drawing_depends_on_the_seed_alone(word):
 def test_kl_by_hand():
     # p = (3/4, 1/4). The first image covers both classes. Then one of class 0 gives shares
     # (2/3, 1/3), and a second one (3/4, 1/4), which is the data's.
-    counts = ClassCounts.from_labels([[0], [0], [0, 1], [0, 0, 0, 1]], 2)
+    counts = class_counts([[0], [0], [0, 1], [0, 0, 0, 1]], 2)
     assert counts.class_totals().tolist() == [6, 2]
     selection = select_kl(counts, 4)
     assert selection.indices.tolist() == [3, 0, 2, 1]
@@ -110,7 +110,7 @@ def test_kl_by_hand():
 
 def test_balanced_gives_every_class_its_turn():
     # 40 images of class 0, five of class 1, two of class 2, one object each
-    counts = ClassCounts.from_labels([[0]] * 40 + [[1]] * 5 + [[2]] * 2, 3)
+    counts = class_counts([[0]] * 40 + [[1]] * 5 + [[2]] * 2, 3)
     selection = select_balanced(counts, 12, Context(seed=3))
     # four turns each; class 2 passes twice, and the others have its share
     assert counts.take(selection.indices).class_totals().tolist() == [5, 5, 2]
@@ -118,13 +118,13 @@ def test_balanced_gives_every_class_its_turn():
 
 
 def test_balanced_skips_images_that_another_class_drew():
-    counts = ClassCounts.from_labels([[0, 1], [1]], 2)
+    counts = class_counts([[0, 1], [1]], 2)
     assert sorted(select_balanced(counts, 2).indices.tolist()) == [0, 1]
 
 
 def test_adaptive_prefers_many_classes_and_then_rare_ones():
     rows = [[0], [0, 0, 1], [0, 1], [2], [1, 2], [0, 1, 2]]
-    selection = select_adaptive(ClassCounts.from_labels(rows, 3), 6)
+    selection = select_adaptive(class_counts(rows, 3), 6)
     # [0, 1, 2] is worth 3; then every class is worth ½: the first image with two of them is 1, then
     # 0 and 1 are worth ⅓ and 2 still ½: image 4 with ⅚; then ⅓ + ¼ of image 2 against ⅓ of 0 and 3
     assert selection.indices.tolist() == [5, 1, 4, 2, 3, 0]
@@ -132,7 +132,7 @@ def test_adaptive_prefers_many_classes_and_then_rare_ones():
 
 def test_released_takes_the_first_tenth_and_drops_what_has_no_label():
     rows = [[0], [], [0], []] + [[0]] * 31
-    selection = select_released(ClassCounts.from_labels(rows, 1), 0.1)  # 3.5 images: 3, as there
+    selection = select_released(class_counts(rows, 1), 0.1)  # 3.5 images: 3, as there
     assert selection.indices.tolist() == [0, 2]
     assert selection.budget == 3
     assert selection.shortfall == 1
@@ -143,7 +143,7 @@ def test_herding_by_hand():
     # One class, features on the unit circle at 0°, 90°, −90°, 180° and again 90°
     features = np.array([[1, 0], [0, 1], [0, -1], [-1, 0], [0, 1]], float)
     labels, images = np.zeros(5, int), np.arange(5)
-    counts = ClassCounts.from_labels([[0]] * 5, 1)
+    counts = class_counts([[0]] * 5, 1)
     context = Context(features=ObjectFeatures(features, labels, images))
     # mean (0, 0.2). First the nearest single one: 1 (distance 0.8), before its equal 4. Then the
     # mean of 1 and another: with 0 or 3 (±½, ½), with 2 (0, 0), with 4 (0, 1): 2. Then (0, ⅓) with
@@ -154,7 +154,7 @@ def test_herding_by_hand():
 def test_herding_ignores_the_length_of_features():
     features = np.array([[5, 0], [0, 0.1], [0, -3], [-1, 0], [0, 40]], float)
     context = Context(features=ObjectFeatures(features, np.zeros(5, int), np.arange(5)))
-    counts = ClassCounts.from_labels([[0]] * 5, 1)
+    counts = class_counts([[0]] * 5, 1)
     assert select_herding(counts, 5, context).indices.tolist() == [1, 2, 4, 0, 3]
 
 
@@ -178,14 +178,14 @@ def test_herding_equals_a_search_over_all_images():
                     own = (labels == label) & np.isin(images, [*chosen, image])
                     distances[image] = np.linalg.norm(features[own].mean(0) - mean)
             chosen.append(min(distances, key=distances.get))
-    counts = ClassCounts.from_labels(rows, 3)
+    counts = class_counts(rows, 3)
     got = select_herding(counts, 25, Context(features=objects)).indices.tolist()
     assert got == chosen[:25]
 
 
 def test_herding_without_features_is_refused():
     with pytest.raises(InputError, match="needs features"):
-        select_herding(ClassCounts.from_labels([[0]], 1), 0.5)
+        select_herding(class_counts([[0]], 1), 0.5)
 
 
 @pytest.mark.data

@@ -12,6 +12,8 @@ from cldetr.data import greedy_kl
 from cldetr.data.counts import ClassCounts, kl_curve, kl_divergence
 from cldetr.data.greedy_kl import Objective, choose_greedily, instance_bins
 
+from ..coco_files import class_counts
+
 
 def exhaustive(objective: Objective, number: int) -> list[int]:
     """Eq. 6 with the limit of smoothing, image by image, in whole numbers.
@@ -45,14 +47,14 @@ image_lists = st.lists(st.lists(st.integers(0, 4), max_size=6), min_size=1, max_
 @settings(max_examples=150, deadline=None)
 @given(rows=image_lists, number=st.integers(1, 14))
 def test_choice_equals_exhaustive_greedy(rows, number):
-    objective = Objective.classes(ClassCounts.from_labels(rows, 5))
+    objective = Objective.classes(class_counts(rows, 5))
     assert choose_greedily(objective, number).tolist() == exhaustive(objective, number)
 
 
 @settings(max_examples=40, deadline=None)
 @given(rows=st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=8))
 def test_joint_choice_equals_exhaustive_greedy(rows):
-    objective = Objective.classes_and_instances(ClassCounts.from_labels(rows, 3))
+    objective = Objective.classes_and_instances(class_counts(rows, 3))
     assert choose_greedily(objective, 8).tolist() == exhaustive(objective, 8)
 
 
@@ -67,7 +69,7 @@ def random_counts(seed: int, images: int, classes: int) -> ClassCounts:
         ).tolist()
         for kinds in rng.integers(0, 5, images)
     ]
-    return ClassCounts.from_labels(rows, classes)
+    return class_counts(rows, classes)
 
 
 def test_each_choice_has_the_least_divergence():
@@ -102,7 +104,7 @@ def test_all_labelled_images_can_be_chosen():
 
 
 def test_of_equal_images_the_first_is_chosen():
-    objective = Objective.classes(ClassCounts.from_labels([[1], [0], [0], [1], [1, 0], [0, 1]], 2))
+    objective = Objective.classes(class_counts([[1], [0], [0], [1], [1, 0], [0, 1]], 2))
     # First 4 and 5, which cover both classes at once; from then on every pair is as good.
     assert choose_greedily(objective, 6).tolist() == [4, 5, 0, 1, 2, 3]
 
@@ -110,7 +112,7 @@ def test_of_equal_images_the_first_is_chosen():
 def test_equal_scores_of_unlike_images_are_ties():
     # Weights 1 and 2; once one object of 0 and one of 1 are held, three more of 0 make 4^1 of its
     # factor, one more of 1 makes 2^2: the same product, though not the same sum in floating point.
-    counts = ClassCounts.from_labels([[0, 0, 0], [0, 1], [1]], 2)
+    counts = class_counts([[0, 0, 0], [0, 1], [1]], 2)
     objective = Objective(counts, np.array([1, 2]), np.array([1, 1, 1]), 3)
     assert choose_greedily(objective, 3).tolist() == [1, 0, 2]
     swapped = Objective(counts.take(np.array([2, 1, 0])), objective.weights, objective.sizes, 3)
@@ -119,7 +121,7 @@ def test_equal_scores_of_unlike_images_are_ties():
 
 def test_a_difference_below_rounding_counts():
     # The weights differ by one in 10^17: as float64 they are the same number.
-    counts = ClassCounts.from_labels([[0], [1], [0], [1]], 2)
+    counts = class_counts([[0], [1], [0], [1]], 2)
     weights = np.array([10**17, 10**17 + 1])
     objective = Objective(counts, weights, counts.instances(), int(weights.sum()))
     assert choose_greedily(objective, 4).tolist() == [1, 0, 3, 2]
@@ -127,7 +129,7 @@ def test_a_difference_below_rounding_counts():
 
 def test_covering_prefers_the_larger_share_then_the_finite_part():
     rows = [[0], [1, 2], [0, 1], [0, 0, 0, 1], [3]]
-    objective = Objective.classes(ClassCounts.from_labels(rows, 4))
+    objective = Objective.classes(class_counts(rows, 4))
     # p ∝ (5, 3, 1, 1). Images 2 and 3 cover 8 of 10; log shares: 5/10 ln ½ + 3/10 ln ½ = −0.55
     # against 5/10 ln ¾ + 3/10 ln ¼ = −0.56. Then 1 and 4 cover one class each: (1, 2, 1) in
     # 4 objects against (1, 1, 1) in 3.
@@ -140,12 +142,12 @@ def test_covering_prefers_the_larger_share_then_the_finite_part():
 def test_images_without_a_label_are_no_candidates():
     # Once [0, 1] is held the match is perfect: any labelled image makes it worse, an empty one
     # would not. It must not be chosen for that.
-    objective = Objective.classes(ClassCounts.from_labels([[], [0, 1], [], [0], [1]], 2))
+    objective = Objective.classes(class_counts([[], [0, 1], [], [0], [1]], 2))
     assert choose_greedily(objective, 5).tolist() == [1, 3, 4]
 
 
 def test_no_labels_at_all_choose_nothing():
-    objective = Objective.classes(ClassCounts.from_labels([[], []], 2))
+    objective = Objective.classes(class_counts([[], []], 2))
     assert choose_greedily(objective, 1).tolist() == []
     assert Objective.classes_and_instances(objective.counts).scale == 0
 

@@ -50,7 +50,7 @@ FAULTS = {
     "category id a text": (change("categories", 1, id="2"), "categories[1]: id is '2'"),
     "category id a boolean": (change("categories", 0, id=True), "categories[0]: id is True"),
     "category id beyond 64 bits": (change("categories", 1, id=2**63), "id is 9223372036854775808"),
-    "category not an object": (append("categories", "cat"), "categories[3] is a text"),
+    "category not an object": (append("categories", "cat"), "categories[3] is a string"),
     "no categories": (empty("categories"), "lists are empty (1): categories"),
     "no images": (empty("images"), "lists are empty (1): images"),
     "image id twice": (append("images", DUPLICATE_IMAGE), "image 2"),

@@ -1,4 +1,4 @@
-"""What a scenario does to its data: a count of everything a reader may ask for or trip over."""
+"""What a scenario does to its data: images and objects per phase, and what the phases hide."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cldetr.scenario import Phase, Scenario
 
 
 def audit_scenario(scenario: Scenario, data: Mapping[str, CocoData]) -> dict[str, Any]:
-    """Counts images and objects per phase, and finds what the phases share or hide.
+    """Counts images and objects per phase, and what the phases share or hide.
 
     Args:
-        scenario: to look at.
+        scenario: the scenario.
         data: its data sets by source.
 
     Returns:
@@ -56,9 +56,7 @@ def audit_scenario(scenario: Scenario, data: Mapping[str, CocoData]) -> dict[str
 
 
 def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, Any]:
-    numbers = data.indices_of(phase.image_ids)
-    chosen = np.zeros(len(data.image_ids), dtype=bool)
-    chosen[numbers] = True
+    chosen = np.isin(data.image_ids, phase.image_ids)
     owners = np.repeat(np.arange(len(data.image_ids)), np.diff(data.starts))  # (N,)
     inside = chosen[owners]
     every = range(len(scenario.categories))
@@ -106,7 +104,7 @@ def _dropped(scenario: Scenario, phase: Phase, data: CocoData) -> int:
 
 
 def _overlap(scenario: Scenario, data: Mapping[str, CocoData]) -> list[dict[str, Any]]:
-    """Pairs of phases that share image files, most of them where the protocol is traditional."""
+    """Pairs of phases that share image files, as most do in the traditional protocol."""
     files = [_files(phase.image_ids, data[phase.source]) for phase in scenario.phases]
     found = []
     for later, second in enumerate(files):
@@ -124,8 +122,8 @@ def _overlap(scenario: Scenario, data: Mapping[str, CocoData]) -> list[dict[str,
 
 def _files(image_ids: Sequence[int], data: CocoData) -> dict[str, int]:
     root = os.path.abspath(data.image_root)
-    numbers = data.indices_of(image_ids).tolist()
+    indices = data.indices_of(image_ids).tolist()
     return {
-        os.path.join(root, data.file_names[number]): image
-        for number, image in zip(numbers, image_ids, strict=True)
+        os.path.join(root, data.file_names[index]): image
+        for index, image in zip(indices, image_ids, strict=True)
     }

@@ -1,7 +1,7 @@
 """The arrays of an annotation file on disk, found by the file's content.
 
-One plain `.npz` per content and option, followed by the SHA-256 of what precedes it: no pickle, and
-a cache that was cut off or damaged is noticed, ignored and written again.
+One plain `.npz` per content and options, followed by its SHA-256: no pickle, and a cache that was
+cut off or damaged is noticed, ignored and written again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 FORMAT = 2  # raise it whenever the arrays or their checks change: old caches are then ignored
 _DIGEST = 32  # bytes of a SHA-256
-_MIN_SIZE = 16 << 20  # bytes; smaller annotation files are read in no time
+_MIN_SIZE = 16 << 20  # bytes; smaller annotation files are read in a moment
 
 
 class _Header(msgspec.Struct):
@@ -38,9 +38,9 @@ class _Header(msgspec.Struct):
 
 
 def cache_folder(json_file: str | os.PathLike[str]) -> Path | None:
-    """Where a run keeps the arrays of an annotation file; None for files that are small.
+    """The folder that caches the arrays of an annotation file; None for small files.
 
-    `CLDETR_CACHE` where it is set (empty: nowhere), else `cldetr` in the user's cache folder
+    `CLDETR_CACHE` if it is set (empty: no cache), else `cldetr` in the user's cache folder
     (`XDG_CACHE_HOME`, `~/.cache`). It may be deleted at any time.
     """
     try:
@@ -58,13 +58,13 @@ def cache_folder(json_file: str | os.PathLike[str]) -> Path | None:
 def cache_file(
     folder: str | os.PathLike[str], fingerprint: str, bad_boxes: str, trim: bool
 ) -> Path:
-    """Where the arrays of a content are kept, read with these options."""
+    """The cache file of an annotation file's content, read with these options."""
     boxes = "trimmed" if trim else "raw"
     return Path(folder) / f"{fingerprint}-{bad_boxes}-{boxes}-v{FORMAT}.npz"
 
 
 def write_cache(path: Path, fields: Mapping[str, Any]) -> None:
-    """Writes fields of a `CocoData`; where that fails, only the next start is slower for it."""
+    """Writes fields of a `CocoData`; a failure only makes the next start slower."""
     arrays: dict[str, Any] = {k: v for k, v in fields.items() if isinstance(v, np.ndarray)}
     header = _Header(**{key: value for key, value in fields.items() if key not in arrays})
     buffer = io.BytesIO()
@@ -74,17 +74,17 @@ def write_cache(path: Path, fields: Mapping[str, Any]) -> None:
             stream.write(buffer.getbuffer())
             stream.write(hashlib.sha256(buffer.getbuffer()).digest())
     except (OSError, InputError) as error:
-        logger.warning("no cache could be written at %s (%s)", path, error)
+        logger.warning("cannot write the cache %s (%s)", path, error.__cause__ or error)
 
 
 def read_cache(path: Path) -> dict[str, Any] | None:
-    """Reads what `write_cache` wrote, or None where there is nothing to trust."""
+    """Reads what `write_cache` wrote; None where it is missing, damaged or of another version."""
     try:
         content = memoryview(path.read_bytes())
     except FileNotFoundError:
         return None
     except OSError as error:
-        logger.warning("the cache %s cannot be read (%s): using the annotation file", path, error)
+        logger.warning("cannot read the cache %s (%s): reading the annotation file", path, error)
         return None
     body, digest = content[:-_DIGEST], bytes(content[-_DIGEST:])
     if hashlib.sha256(body).digest() != digest:
@@ -95,6 +95,8 @@ def read_cache(path: Path) -> dict[str, Any] | None:
             arrays = dict(stored)
         header = msgspec.json.decode(arrays.pop("header").tobytes(), type=_Header)
         return {**arrays, **msgspec.structs.asdict(header)}
-    except (KeyError, ValueError, msgspec.MsgspecError) as error:  # whole, but of another version
-        logger.warning("the cache %s is of no use (%s): reading the annotations again", path, error)
+    except (KeyError, ValueError, msgspec.MsgspecError) as error:  # of another version
+        logger.warning(
+            "the cache %s cannot be used (%s): reading the annotation file again", path, error
+        )
         return None

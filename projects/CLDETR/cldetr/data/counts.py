@@ -1,11 +1,10 @@
-"""Class counts per image: all that the exemplar strategies of the paper need to know of a data set.
+"""Class counts per image: all that the paper's exemplar strategies need of a data set.
 
 Shape shorthand: I images, C classes of the phase, J non-zero (image, class) pairs, R choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +14,9 @@ import numpy as np
 class ClassCounts:
     """How many objects of each class every image of a phase holds, as sparse rows (CSR).
 
-    Image i, by its place in the phase's image order, holds `counts[j]` objects of class `labels[j]`
-    for j in `indptr[i]:indptr[i + 1]`. In a row the labels ascend; counts are positive. A class is
-    its place in the phase's class list, 0 … C − 1. An image without objects has an empty row.
+    Image i, an index in the phase's image order, holds `counts[j]` objects of class `labels[j]` for
+    j in `indptr[i]:indptr[i + 1]`. In a row the labels ascend; counts are positive. A class is an
+    index in the phase's class list, 0 … C − 1. An image without objects has an empty row.
     """
 
     indptr: np.ndarray  # (I + 1,) int64
@@ -43,19 +42,11 @@ class ClassCounts:
     def from_objects(
         cls, images: np.ndarray, labels: np.ndarray, num_images: int, num_classes: int
     ) -> ClassCounts:
-        """Counts objects given by the place of their image and by their class, both (N,)."""
+        """Counts objects given by the index of their image and by their class, both (N,)."""
         images, labels = np.asarray(images, np.int64), np.asarray(labels, np.int64)
         keys, counts = np.unique(images * num_classes + labels, return_counts=True)
         indptr = np.searchsorted(keys, np.arange(num_images + 1, dtype=np.int64) * num_classes)
         return cls(indptr, keys % num_classes, counts, num_classes)
-
-    @classmethod
-    def from_labels(cls, labels: Sequence[Sequence[int]], num_classes: int) -> ClassCounts:
-        """Counts the labels of each image, one sequence per image."""
-        lengths = [len(row) for row in labels]
-        images = np.repeat(np.arange(len(lengths)), lengths)
-        flat = np.fromiter((label for row in labels for label in row), np.int64, sum(lengths))
-        return cls.from_objects(images, flat, len(lengths), num_classes)
 
     @property
     def num_images(self) -> int:
@@ -96,7 +87,7 @@ def kl_divergence(data: np.ndarray, exemplars: np.ndarray) -> np.ndarray:
     """Computes KL(p_D ‖ p_E) in nats from class totals `data` (C,) and `exemplars` (..., C).
 
     Infinite where a class of the data has no exemplar. With x_c = p_E(c) / p_D(c) the sum is taken
-    as Σ p_D(c) (x_c − 1 − log x_c): the added terms sum to nought, and no term is negative, so a
+    as Σ p_D(c) (x_c − 1 − log x_c): the added terms sum to zero, and no term is negative, so a
     divergence of 1e-9 keeps its digits. NaN where neither side holds an object.
     """
     present = data > 0

@@ -29,7 +29,7 @@ class Selection:
     indices: np.ndarray  # (R,) int64
     kl: np.ndarray  # (R,) KL(p_D ‖ p_E) after each choice; inf while a class is missing
     budget: int  # how many images were asked for
-    note: str  # what a reader of the memory should know
+    note: str  # for a reader of the memory
 
     @property
     def shortfall(self) -> int:
@@ -149,8 +149,8 @@ def select_adaptive(counts: ClassCounts, budget: float, context: Context = DEFAU
     Their summary asks for diverse and informative samples of the whole data set, and the paper
     counts the method among those that balance categories. Read here as: the worth of a class
     adapts to what is held, 1 / (1 + exemplar images that show it), and each step adds the image
-    whose classes are worth most together. Worths within 1e-9 are ties, and go to the image that
-    stands first. Deterministic; images with many rare classes come first.
+    whose classes are worth most together. Worths within 1e-9 are ties, which go to the first
+    image. Deterministic; images with many rare classes come first.
     """
     number = resolve_budget(budget, counts.num_images)
     by_class = counts.transpose()
@@ -172,7 +172,7 @@ def select_adaptive(counts: ClassCounts, budget: float, context: Context = DEFAU
 
 
 def select_released(counts: ClassCounts, budget: float, context: Context = DEFAULT) -> Selection:
-    """What the authors' released code does in place of Eq. 6.
+    """What the authors' released code does instead of Eq. 6.
 
     It takes the first images of the phase's order (shuffled when the phases were made), then drops
     those without a label of the phase: fewer than the budget remain.
@@ -223,5 +223,5 @@ def _finish(counts: ClassCounts, chosen: np.ndarray, number: int, note: str) -> 
     indices = np.concatenate([chosen, rest[: number - len(chosen)]])
     empty = int((np.diff(counts.indptr)[indices] == 0).sum())
     if empty:
-        note += f"; {empty} of the images have no label of the phase, for want of others"
+        note += f"; {empty} of the images have no label of the phase, because no others are left"
     return Selection(indices, kl_curve(counts, indices), number, note)

@@ -1,4 +1,4 @@
-"""Part of a data set as a COCO file of its own, for tools that know nothing of scenarios."""
+"""Subsets of a data set as COCO files, for tools that know nothing of scenarios."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def write_subset(
 ) -> None:
     """Writes a subset's images, with the objects of its classes, as a COCO instances file.
 
-    Images stand in the subset's order. Boxes are as loaded; polygons are not kept.
+    Images are in the subset's order. Boxes are as loaded; polygons are not kept.
 
     Args:
         path: of the file.

@@ -72,7 +72,7 @@ class Objective:
         The objective is KL(p_D ‖ p_E) + KL(h_D ‖ h_E), with h the share of images in each bin of
         `instance_bins`: the divergence between the joint distributions of a random object's class
         and, independently, a random image's number of objects. An image adds one to its bin; the
-        bins are so many further columns. Their own − log(R + 1) is the same for every candidate.
+        bins are further columns. Their own − log(R + 1) is the same for every candidate.
         """
         instances = counts.instances()
         labelled = np.flatnonzero(instances)

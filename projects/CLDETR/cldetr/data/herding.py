@@ -9,7 +9,7 @@ to the mean of the class. An image of a detection set shows objects of several c
   image that brings the mean over *its* objects in the exemplars nearest to its mean over the phase;
 - all objects of an added image count for their classes, whichever class asked for it.
 
-A class whose images are all taken passes its turn on.
+A class whose images are all taken is skipped.
 
 Shape shorthand: N objects, D feature size, P (class, image) pairs that hold an object.
 """
@@ -27,8 +27,8 @@ class ObjectFeatures:
     """One feature vector for each object of a phase."""
 
     features: np.ndarray  # (N, D)
-    labels: np.ndarray  # (N,) place of the class in the phase's class list
-    images: np.ndarray  # (N,) place of the image in the phase's image order
+    labels: np.ndarray  # (N,) index of the class in the phase's class list
+    images: np.ndarray  # (N,) index of the image in the phase's image order
 
 
 def choose_by_herding(
@@ -39,11 +39,11 @@ def choose_by_herding(
 ) -> np.ndarray:
     """Chooses up to `number` images among those that hold an object with a feature.
 
-    Distances within 1e-12 are ties, and go to the image that stands first in the phase's order.
+    Distances within 1e-12 are ties, which go to the first image in the phase's order.
     Memory: 8 D bytes for each (class, image) pair.
 
     Returns:
-        Places of the chosen images in order of choice, (R,).
+        Indices of the chosen images in order of choice, (R,).
     """
     pairs = _Pairs(objects, num_classes)
     chosen: list[int] = []

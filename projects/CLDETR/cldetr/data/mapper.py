@@ -1,4 +1,4 @@
-"""From a data set's entry to what a detector takes: decoded, augmented, with its targets."""
+"""From an entry of a data set to a detector's input: decoded, augmented, with its targets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from detectron2.structures import Boxes, BoxMode, Instances
 from PIL import Image, ImageOps
 
 from cldetr.data.predictions import ImagePredictions
-from cldetr.data.scan import check_content
+from cldetr.data.scan import check_file
 from cldetr.errors import InputError
 from cldetr.settings import build_settings
 
@@ -72,7 +72,7 @@ class Augmentation:
         return build_settings(cls, values, "INPUT")
 
     def draw(self, height: int, width: int, rng: np.random.Generator) -> T.TransformList:
-        """Draws the transforms of one training image; all chance comes from `rng`."""
+        """Draws the transforms of one training image; all randomness comes from `rng`."""
         steps: list[T.Transform] = []
         if rng.random() < 0.5 and self.flip != "none":
             steps.append(
@@ -91,7 +91,7 @@ class Augmentation:
         return T.TransformList(steps)
 
     def deterministic(self) -> Augmentation:
-        """The same without chance: training images, with their targets, at test size."""
+        """The same without randomness: training images, with their targets, at test size."""
         return Augmentation(
             flip="none",
             short_sides=(self.test_short_side,) if self.test_short_side else (),
@@ -122,12 +122,12 @@ class Mapper:
 
         Args:
             entry: a dictionary in Detectron2's format.
-            rng: the source of chance, needed in training.
+            rng: the random generator, needed in training.
         """
         image = read_image(entry, self.augmentation.format)
         height, width = image.shape[:2]
         if self.training:
-            assert rng is not None, "training images need a source of chance"
+            assert rng is not None, "training images need a random generator"
             transforms = self.augmentation.draw(height, width, rng)
         else:
             transforms = self.augmentation.test_transform(height, width)
@@ -150,10 +150,10 @@ class Mapper:
 def read_image(entry: Mapping[str, Any], format: str) -> np.ndarray:
     """Decodes an image, upright by its EXIF tag, and checks it against its annotation.
 
-    A file that cannot be read stops the run by name: a substitute would quietly change the data.
+    A file that cannot be read stops the run: a substitute would silently change the data.
     """
     path = entry["file_name"]
-    problem = check_content(path)  # the scan may be off or long ago: nothing is decoded unseen
+    problem, _ = check_file(path)  # the scan may be off or long ago: nothing is decoded unchecked
     if problem is not None:
         raise InputError(f"cannot read image {path}: {problem}")
     try:
@@ -177,7 +177,7 @@ def read_image(entry: Mapping[str, Any], format: str) -> np.ndarray:
 def _instances(
     annotations: list[dict[str, Any]], transforms: T.TransformList, size: tuple[int, int]
 ) -> Instances:
-    """Transformed boxes and labels; crowd regions are no targets, boxes cropped away are gone."""
+    """Transformed boxes and labels, without crowd regions and boxes that were cropped away."""
     kept = [obj for obj in annotations if not obj.get("iscrowd", 0)]
     boxes = np.array(
         [BoxMode.convert(obj["bbox"], obj["bbox_mode"], BoxMode.XYXY_ABS) for obj in kept],
@@ -200,11 +200,10 @@ def _predictions(
     before: tuple[int, int],
     after: tuple[int, int],
 ) -> Instances:
-    """Stored predictions, carried through the transforms of their image.
+    """Stored predictions after the transforms of their image.
 
-    As with annotations, boxes are clipped where the image was cropped, and those of which nothing
-    is left are gone. At the borders of the whole image they are not: a model that sees it may
-    predict corners outside, and a crop alone takes that freedom away.
+    As with annotations, boxes are clipped where the image was cropped, and empty ones dropped. At
+    the borders of the uncropped image they are not clipped: a model may predict corners outside.
 
     Args:
         stored: in pixels of the image on disk.

@@ -1,6 +1,6 @@
-"""The exemplar memory E_1:i: which images were kept of each phase, and how they were chosen.
+"""The exemplar memory E_1:i: which images of each phase are kept, and how they were chosen.
 
-On disk it is a folder that people can open:
+On disk it is a folder of readable files:
 
     memory.json              ids in order of choice, KL after each, counts per class, budget, seed
     exemplars_phase1.json    the exemplars of phase 1 as a COCO file, with that phase's classes only
@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 import msgspec
@@ -29,14 +30,14 @@ from cldetr.scenario import BASE, AnnotatedSubset, Category, Scenario
 
 FORMAT = 1
 MEMORY_FILE = "memory.json"
-DIFFERENCES = 10  # named in a message; the rest is counted
+_MAX_LISTED = 10  # differences named in a message; the rest is counted
 
 Sources = CocoData | Mapping[str, CocoData]  # the base data set, or the data sets by source
 
 
 @dataclass(frozen=True)
 class ClassRecord:
-    """One class of a phase and its objects, crowd regions left out."""
+    """One class of a phase and its objects, without crowd regions."""
 
     label: int
     name: str
@@ -93,7 +94,7 @@ class PhaseExemplars:
             ),
             data_images=tuple(np.bincount(counts.instances()).tolist()),
             exemplar_images=tuple(np.bincount(chosen.instances()).tolist()),
-            image_ids=tuple(phase.image_ids[place] for place in selection.indices),
+            image_ids=tuple(phase.image_ids[index] for index in selection.indices),
             kl=tuple(value if math.isfinite(value) else None for value in selection.kl.tolist()),
         )
 
@@ -107,7 +108,7 @@ class PhaseExemplars:
 class ExemplarMemory:
     """E_1:i = E_1 ∪ … ∪ E_i, over the categories and data sets of a scenario."""
 
-    categories: tuple[Category, ...]  # a label is a place here
+    categories: tuple[Category, ...]  # a label is an index of this list
     fingerprints: tuple[tuple[str, str], ...]  # (source, fingerprint of its annotation file)
     phases: tuple[PhaseExemplars, ...]
 
@@ -179,27 +180,20 @@ class ExemplarMemory:
                 f"the exemplar memory does not fit scenario {scenario.name} ({len(found)} "
                 "differences); use the one that was chosen for it, or choose exemplars again:",
                 found,
-                limit=DIFFERENCES,
+                limit=_MAX_LISTED,
             )
 
 
 def phase_counts(scenario: Scenario, index: int, data: CocoData) -> ClassCounts:
-    """Counts the objects of C_i in the images of D_i, from the phase's data set.
-
-    Crowd regions are left out: they are no training targets.
-    """
+    """Counts the objects of C_i in the images of D_i; crowd regions are not training targets."""
     phase = scenario.phase(index)
     own = [scenario.categories[label] for label in phase.classes]
-    numbers = data.indices_of(phase.image_ids)
-    lengths = np.diff(data.starts)[numbers]
-    images = np.repeat(np.arange(len(numbers)), lengths)  # (N,) the image of each object
-    shift = data.starts[numbers] - np.cumsum(lengths) + lengths
-    objects = np.arange(len(images)) + shift[images]
-    labels = label_table(data, own, range(len(own)))[data.labels[objects]]
-    kept = (labels >= 0) & ~data.crowd[objects]
-    return ClassCounts.from_objects(
-        images[kept], labels[kept], len(phase.image_ids), len(phase.classes)
-    )
+    order = np.full(len(data.image_ids), -1)  # index of each image in the phase
+    order[data.indices_of(phase.image_ids)] = np.arange(len(phase.image_ids))
+    images = np.repeat(order, np.diff(data.starts))  # (N,)
+    labels = label_table(data, own, range(len(own)))[data.labels]  # (N,)
+    kept = (images >= 0) & (labels >= 0) & ~data.crowd
+    return ClassCounts.from_objects(images[kept], labels[kept], len(phase.image_ids), len(own))
 
 
 def objects_per_image(images: tuple[int, ...]) -> float | None:
@@ -209,51 +203,50 @@ def objects_per_image(images: tuple[int, ...]) -> float | None:
 
 
 def _scenario_differences(memory: ExemplarMemory, scenario: Scenario) -> Iterator[str]:
-    for label in range(max(len(memory.categories), len(scenario.categories))):
-        noted = memory.categories[label] if label < len(memory.categories) else None
-        actual = scenario.categories[label] if label < len(scenario.categories) else None
-        if noted != actual:
-            yield f"label {label} is {noted} in the memory, {actual} in the scenario"
-    for phase in memory.phases:
-        if phase.index > len(scenario.phases):
-            yield f"phase {phase.index} is not in the scenario"
+    pairs = zip_longest(memory.categories, scenario.categories)
+    for label, (stored, current) in enumerate(pairs):
+        if stored != current:
+            yield f"label {label} is {stored} in the memory, {current} in the scenario"
+    for stored_phase in memory.phases:
+        index = stored_phase.index
+        if index > len(scenario.phases):
+            yield f"phase {index} is not in the scenario"
             continue
-        planned = scenario.phase(phase.index)
-        labels = [record.label for record in phase.classes]
-        if labels != list(planned.classes):
+        phase = scenario.phase(index)
+        labels = [record.label for record in stored_phase.classes]
+        if labels != list(phase.classes):
             yield (
-                f"phase {phase.index} has labels {labels} in the memory, {list(planned.classes)} "
-                "in the scenario"
+                f"phase {index} has labels {labels} in the memory, {list(phase.classes)} in the "
+                "scenario"
             )
-        if phase.source != planned.source:
-            yield f"phase {phase.index} is of data set {phase.source!r}, not {planned.source!r}"
-        strangers = set(phase.image_ids) - set(planned.image_ids)
-        for image in phase.image_ids:
-            if image in strangers:
-                yield f"exemplar {image} of phase {phase.index} is not an image of that phase"
+        if stored_phase.source != phase.source:
+            yield f"phase {index} is of data set {stored_phase.source!r}, not {phase.source!r}"
+        known = set(phase.image_ids)
+        for image in stored_phase.image_ids:
+            if image not in known:
+                yield f"exemplar {image} of phase {index} is not an image of that phase"
 
 
 def _data_differences(memory: ExemplarMemory, sources: Mapping[str, CocoData]) -> Iterator[str]:
     for source, fingerprint in memory.fingerprints:
         if source not in sources:
             yield f"data set {source!r} is missing"
-        elif sources[source].fingerprint != fingerprint:
+        elif (current := sources[source].fingerprint) != fingerprint:
             yield (
-                f"the annotation file of data set {source!r} is "
-                f"{sources[source].fingerprint[:12]}…, the memory was chosen from "
-                f"{fingerprint[:12]}…"
+                f"the annotation file of data set {source!r} is {current[:12]}…, the memory was "
+                f"chosen from {fingerprint[:12]}…"
             )
 
 
 def _count_differences(phase: PhaseExemplars, scenario: Scenario, data: CocoData) -> Iterator[str]:
     counts = phase_counts(scenario, phase.index, data)
-    places = {image: place for place, image in enumerate(scenario.phase(phase.index).image_ids)}
-    chosen = counts.take(np.array([places[image] for image in phase.image_ids], np.int64))
-    totals = zip(counts.class_totals().tolist(), chosen.class_totals().tolist(), strict=True)
-    for record, (in_data, in_exemplars) in zip(phase.classes, totals, strict=True):
-        if (record.objects_in_data, record.objects_in_exemplars) != (in_data, in_exemplars):
+    chosen = np.isin(scenario.phase(phase.index).image_ids, phase.image_ids)
+    in_exemplars = counts.take(np.flatnonzero(chosen)).class_totals().tolist()
+    totals = zip(counts.class_totals().tolist(), in_exemplars, strict=True)
+    for record, (objects, kept) in zip(phase.classes, totals, strict=True):
+        if (record.objects_in_data, record.objects_in_exemplars) != (objects, kept):
             yield (
-                f"phase {phase.index} has {in_data} objects of {record.name!r}, {in_exemplars} of "
-                f"them in exemplars; the memory says {record.objects_in_data} and "
+                f"phase {phase.index} has {objects} objects of {record.name!r}, {kept} of them in "
+                f"exemplars; the memory says {record.objects_in_data} and "
                 f"{record.objects_in_exemplars}"
             )

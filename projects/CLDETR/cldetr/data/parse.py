@@ -1,9 +1,8 @@
-"""From the text of a COCO annotation file to plain columns of numbers.
+"""From the text of a COCO annotation file to columns.
 
-The fast reader decodes straight into typed structures and skips what detection does not need
-(polygons, licences); it stops at the first thing it does not expect. Then the patient reader goes
-through the file as generic JSON and notes *everything* that is wrong, because a person who fixes a
-file wants to fix it once.
+The fast reader decodes into typed structures, skips what detection does not need (polygons,
+licences) and stops at the first unexpected value. Then the slow reader goes through the file as
+generic JSON and collects *all* problems, so that a user can fix them in one go.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Columns:
     areas: np.ndarray  # (N,) float64, NaN where the file gives none
     crowd: np.ndarray  # (N,) int64
     ignored: np.ndarray  # (N,) int64, the key "ignore" of some converters
-    unreadable: dict[int, str] = field(default_factory=dict)  # row → its box as it is written
+    unreadable: dict[int, str] = field(default_factory=dict)  # row → the text of its box
 
 
 class _Box(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
@@ -89,8 +88,8 @@ def read_columns(content: Any, name: str, problems: Problems) -> Columns:
     Args:
         content: the whole file.
         name: what messages call the file.
-        problems: receives what is wrong with single entries; a file that is not JSON, or has not
-            the sections of a COCO file, raises at once.
+        problems: receives what is wrong with single entries; a file that is not JSON or lacks a
+            section of a COCO file raises.
     """
     try:
         file = msgspec.json.decode(content, type=_File)
@@ -99,7 +98,7 @@ def read_columns(content: Any, name: str, problems: Problems) -> Columns:
     except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         logger.info("%s: reading it the slow way (%s)", name, error)
         sections = _read_json(bytes(content), name)
-        columns = _patient_columns(sections, problems)
+        columns = _slow_columns(sections, problems)
     for key in ("images", "categories"):
         if not sections[key]:
             problems.add("empty list", key)
@@ -130,9 +129,9 @@ def _columns(file: _File) -> Columns:
 
 
 def _read_json(content: bytes, name: str) -> dict[str, list[Any]]:
-    """Reads generic JSON with the three sections, or says why it cannot."""
+    """Reads generic JSON with the three sections, or raises with the reason."""
     if not content.strip():
-        raise InputError(f"{name} is empty: put the annotation file there again")
+        raise InputError(f"{name} is empty: copy or download it again")
     if content.startswith((b"\x1f\x8b", b"PK\x03\x04")):
         raise InputError(f"{name} is compressed: unpack it and give the .json file")
     try:
@@ -162,7 +161,9 @@ def _read_json(content: bytes, name: str) -> dict[str, list[Any]]:
             f"{', '.join(SECTIONS)}: give an instances file, not results or captions"
         )
     wrong = [
-        f"{key!r} is {_kind(file[key])}, no list" if key in file else f"the key {key!r} is missing"
+        f"{key!r} is {_kind(file[key])}, not a list"
+        if key in file
+        else f"the key {key!r} is missing"
         for key in SECTIONS
         if not isinstance(file.get(key), list)
     ]
@@ -171,9 +172,9 @@ def _read_json(content: bytes, name: str) -> dict[str, list[Any]]:
     return file
 
 
-def _patient_columns(sections: dict[str, list[Any]], problems: Problems) -> Columns:
-    # An entry with a readable id is kept whatever else is wrong with it, in placeholders: the load
-    # stops anyway, and what refers to the entry is not to be reported as well.
+def _slow_columns(sections: dict[str, list[Any]], problems: Problems) -> Columns:
+    # An entry with a valid id is kept, with placeholders for its bad values: the load stops anyway,
+    # and what refers to the entry should not be reported as well.
     file = _File([], [], [])
     for entry in _entries(sections, "categories", problems):
         category = _Category(entry.integer("id"), entry.text("name"))
@@ -205,7 +206,7 @@ def _patient_columns(sections: dict[str, list[Any]], problems: Problems) -> Colu
 
 @dataclass
 class _Entry:
-    """An entry of a section; reading a value of it notes what is wrong with the value."""
+    """An entry of a section; reading a value adds what is wrong with it to the problems."""
 
     values: dict[str, Any]
     label: str  # what messages call it
@@ -217,7 +218,7 @@ class _Entry:
             value = int(value)  # 640.0 is 640: some exporters write every number as a float
         if isinstance(value, int) and not isinstance(value, bool) and value in _INT64:
             return value
-        self._note("not an integer", key)
+        self._report("not an integer", key)
         return placeholder
 
     def flag(self, key: str) -> Any:
@@ -227,8 +228,8 @@ class _Entry:
     def text(self, key: str) -> str:
         value = self.values.get(key)
         if isinstance(value, str) and value.encode("utf-8", "replace").decode() == value:
-            return value  # and no half of a surrogate pair, which no file can hold
-        self._note("not a text", key)
+            return value  # without half a surrogate pair, which UTF-8 cannot hold
+        self._report("not a string", key)
         return self.label
 
     def area(self) -> float | None:
@@ -240,14 +241,14 @@ class _Entry:
         return None
 
     def box(self) -> tuple[_Box, str]:
-        """The box and, where it is not four numbers, how it is written."""
+        """The box and, if it is not four numbers, its text."""
         value = self.values.get("bbox", "missing")
         numbers = [_number(item) for item in value] if isinstance(value, list) else []
         if len(numbers) != 4:
             numbers = [math.nan] * 4
         return _Box(*numbers), _shown(value) if any(map(math.isnan, numbers)) else ""
 
-    def _note(self, kind: str, key: str) -> None:
+    def _report(self, kind: str, key: str) -> None:
         if key in self.values:
             self.problems.add(kind, f"{self.label}: {key} is {_shown(self.values[key])}")
         else:
@@ -283,5 +284,5 @@ def _shown(value: Any) -> str:
 
 
 def _kind(value: Any) -> str:
-    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a text"}
+    kinds = {bool: "true or false", int: "a number", float: "a number", str: "a string"}
     return {**kinds, type(None): "null", list: "a list"}.get(type(value), "an object")

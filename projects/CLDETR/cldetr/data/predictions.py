@@ -1,4 +1,4 @@
-"""A model's predictions on the images of a stage, made once and kept with the run.
+"""A model's predictions on the images of a stage, computed once and stored with the run.
 
     FOLDER/starts.npy  scores.npy  boxes.npy  [background.npy]     plain arrays, read by mapping
     FOLDER/manifest.json                    what they are of, and their digests; written last
@@ -39,7 +39,7 @@ class ImagePredictions:
 
 
 class PredictionStore:
-    """Stored predictions, by the image's place in its view."""
+    """Stored predictions, by the image's index in its view."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -52,8 +52,8 @@ class PredictionStore:
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def __getitem__(self, place: int) -> ImagePredictions:
-        rows = slice(int(self._starts[place]), int(self._starts[place + 1]))
+    def __getitem__(self, index: int) -> ImagePredictions:
+        rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
         return ImagePredictions(
             np.array(self._scores[rows]),
             np.array(self._boxes[rows]),
@@ -99,22 +99,16 @@ def write_predictions(
     backgrounds = [part.background for part in parts if part.background is not None]
     if backgrounds:
         arrays["background"] = np.concatenate(backgrounds).astype(np.float32)
-    try:
-        for name, array in arrays.items():
-            with atomic_path(folder / f"{name}.npy") as partial, partial.open("wb") as stream:
-                np.save(stream, array, allow_pickle=False)
-    except OSError as error:
-        raise InputError(
-            f"cannot store the predictions in {folder}: {error.strerror}. Make room on the disk "
-            "and go on with --resume"
-        ) from error
+    for name, array in arrays.items():
+        with atomic_path(folder / f"{name}.npy") as partial, partial.open("wb") as stream:
+            np.save(stream, array, allow_pickle=False)
     digests = {f"{name}.npy": sha256_file(folder / f"{name}.npy") for name in arrays}
     write_json(folder / "manifest.json", {"format": FORMAT, "about": dict(about), "files": digests})
     return PredictionStore(folder)
 
 
 def find_predictions(folder: Path, about: Mapping[str, Any]) -> PredictionStore | None:
-    """Opens stored predictions; None, with a word in the log, where they have to be made.
+    """Opens stored predictions; None, with a log message, where they have to be computed.
 
     Predictions of another model, of other images or for another rule are refused.
     """
@@ -125,7 +119,7 @@ def find_predictions(folder: Path, about: Mapping[str, Any]) -> PredictionStore 
         manifest = json.loads(path.read_text(encoding="utf-8"))
         version, stored, files = manifest["format"], manifest["about"], manifest["files"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("%s cannot be read (%s): making the predictions again", path, error)
+        logger.warning("%s cannot be read (%s): computing the predictions again", path, error)
         return None
     problems = [
         f"{key}: stored {stored.get(key)!r}, now {about.get(key)!r}"
@@ -136,20 +130,22 @@ def find_predictions(folder: Path, about: Mapping[str, Any]) -> PredictionStore 
         problems.append(f"format: stored {version!r}, now {FORMAT}")
     if problems:
         raise InputError.listing(
-            f"the predictions in {folder} are not those of this stage (delete the folder to make "
-            "them again):",
+            f"the predictions in {folder} are not those of this stage; delete the folder to make "
+            "them again:",
             problems,
         )
-    damaged = [name for name, digest in files.items() if not _whole(folder / name, digest)]
+    damaged = [name for name, digest in files.items() if not _is_intact(folder / name, digest)]
     if damaged:
         logger.warning(
-            "%s: missing or damaged: %s; making the predictions again", folder, ", ".join(damaged)
+            "%s: missing or damaged: %s; computing the predictions again",
+            folder,
+            ", ".join(damaged),
         )
         return None
     return PredictionStore(folder)
 
 
-def _whole(path: Path, digest: str) -> bool:
+def _is_intact(path: Path, digest: str) -> bool:
     return path.is_file() and sha256_file(path) == digest
 
 

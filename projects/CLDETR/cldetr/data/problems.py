@@ -1,4 +1,4 @@
-"""A collector that turns any number of faults in a file into one message a person can work off."""
+"""Collects all problems of an annotation file, to report them in one message."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ SHOWN = 10  # entries named per kind of problem; the rest is counted
 
 # kind → (what is wrong, how to fix it)
 KINDS = {
-    "not an object": ("entries are no objects", "write each entry as {…}"),
+    "not an object": ("entries are not objects", "write each entry as {…}"),
     "missing key": ("entries lack a key", "add it to each of them"),
-    "not an integer": ("values are no 64-bit integers", "write them as plain integers"),
-    "not a text": ("values are no texts", "write them in quotes"),
+    "not an integer": ("values are not 64-bit integers", "write them as plain integers"),
+    "not a string": ("values are not strings", "write them in quotes"),
     "empty list": (
         "lists are empty",
         "list the categories with id and name, and the images, also those without objects",
@@ -33,12 +33,12 @@ KINDS = {
         "write the size of the file in pixels",
     ),
     "unsafe file name": (
-        "file names lead out of the image folder or are no relative paths",
+        "file names lead out of the image folder or are not relative paths",
         "write them relative to the image folder, with forward slashes and without '..'",
     ),
     "annotation id twice": (
         "annotation ids are used more than once",
-        "number the annotations anew; evaluation would quietly lose objects",
+        "give every annotation its own id; evaluation would silently lose objects",
     ),
     "unknown image": (
         "annotations belong to an image that is not listed",
@@ -50,10 +50,10 @@ KINDS = {
     ),
     "bad crowd flag": ("annotations have an iscrowd other than 0 and 1", "write 0 or 1"),
     "ignored": (
-        "annotations carry `ignore`, which COCO does not know",
+        "annotations have the key `ignore`, which COCO has not",
         "set iscrowd to 1 on them or remove them",
     ),
-    "bad area": ("annotations have an area that is no finite number ≥ 0", "correct or omit it"),
+    "bad area": ("annotations have an area that is not a finite number ≥ 0", "correct or omit it"),
     "bad box": (
         "boxes are not [x, y, width, height] with finite numbers and sizes ≥ 0",
         "correct them, or drop and count them (bad_boxes='drop', --bad-boxes drop)",
@@ -69,17 +69,17 @@ class Problems:
         self._where: dict[str, list[str]] = {kind: [] for kind in KINDS}
 
     def add(self, kind: str, where: str) -> None:
-        """Notes one problem of a kind in `KINDS` at an entry such as "annotation 7: …"."""
+        """Adds one problem of a kind in `KINDS`; `where` is an entry such as "annotation 7: …"."""
         self.add_rows(kind, np.array([True]), lambda _: where)
 
     def add_rows(self, kind: str, wrong: np.ndarray, describe: Callable[[int], str]) -> None:
-        """Notes the rows where the mask `wrong` holds; `describe` says what a row is called."""
+        """Adds a problem for each row of the mask `wrong`; `describe` names a row."""
         rows = np.flatnonzero(wrong).tolist()
         self._counts[kind] += len(rows)
         self._where[kind] += map(describe, rows[: SHOWN - len(self._where[kind])])
 
     def stop(self, name: str) -> None:
-        """Raises one error, if there are problems: per kind what, how often, where, and the fix."""
+        """Raises one error if there are problems: per kind what, how often, where, and the fix."""
         lines = []
         for kind, (what, fix) in KINDS.items():
             if count := self._counts[kind]:

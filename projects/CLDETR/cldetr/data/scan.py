@@ -1,4 +1,4 @@
-"""The pre-flight scan: every image file is there, whole and of the stated size, before training."""
+"""The scan before training: every image file exists, is complete and has the stated size."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _ENDINGS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 
 
 def scan_images(data: CocoData) -> None:
-    """Checks image files and stops with one message that lists all bad ones.
+    """Checks image files; raises one error that lists all bad ones.
 
-    Of JPEG and PNG files it reads headers and last bytes, not pixels: missing, empty, truncated,
-    unreadable, oversized files and files of another size than stated are found; a flipped bit
-    inside the pixels is not. Other kinds of files, which have no such ending, are decoded.
+    Of JPEG and PNG files it reads the header and the last bytes, not the pixels: it finds missing,
+    empty, truncated, unreadable and oversized files and those of another size than stated, but no
+    flipped bit inside the pixels. Other formats, which have no such ending, are decoded.
     """
     total = len(data.image_ids)
     with ThreadPoolExecutor(8) as pool:
@@ -45,11 +45,11 @@ def scan_images(data: CocoData) -> None:
             problems,
             limit=_LISTED,
         )
-    logger.info("%s: %d image files are there and whole", data.name, total)
+    logger.info("%s: all %d image files are complete", data.name, total)
 
 
 def check_image(data: CocoData, index: int) -> str | None:
-    """Says what is wrong with one image file, or None."""
+    """What is wrong with one image file, or None."""
     label = f"image {int(data.image_ids[index])}, {data.file_names[index]}"
     try:
         path = data.image_path(index)
@@ -64,16 +64,11 @@ def check_image(data: CocoData, index: int) -> str | None:
     return problem and f"{label}: {problem}"
 
 
-def check_content(path: str | os.PathLike[str]) -> str | None:
-    """Says what is wrong with an image file, or None."""
-    return check_file(path)[0]
-
-
 def check_file(path: str | os.PathLike[str]) -> tuple[str | None, tuple[int, int]]:
-    """Looks at an image file, of most kinds at its header and ending alone.
+    """Checks an image file, a JPEG or PNG by its header and ending alone.
 
     Returns:
-        what is wrong with it, or None, and its width and height when turned upright.
+        what is wrong with it, or None, and its width and height after EXIF rotation.
     """
     unknown = (0, 0)
     try:
@@ -102,7 +97,7 @@ def check_file(path: str | os.PathLike[str]) -> tuple[str | None, tuple[int, int
 
 
 def _last_bytes(path: str | os.PathLike[str]) -> bytes:
-    """The last kilobytes of a file; cameras pad files behind the ending."""
+    """The last kilobytes of a file: some cameras pad files after the ending."""
     with open(path, "rb") as stream:
         stream.seek(max(os.path.getsize(path) - 4096, 0))
         return stream.read()

@@ -1,7 +1,7 @@
-"""The checks on an annotation file's columns, all of them before anything is said.
+"""All checks of an annotation file's columns, reported together.
 
-What cannot be used stops the load with one message. The little that is put right (boxes that are
-empty or reach over the border, as COCO itself has) is counted in a `LoadReport`.
+What cannot be used stops the load with one message. What is corrected (boxes that are empty or
+reach over the border, as in COCO itself) is counted in a `LoadReport`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class LoadReport:
     objects: int  # kept, crowd regions included
     crowd: int
     empty_images: int  # without any object; they are kept
-    crowd_only_images: int  # kept; crowd is no target
-    dropped_bad: int  # boxes that are no boxes, dropped on request
+    crowd_only_images: int  # kept, without a training target
+    dropped_bad: int  # malformed boxes, dropped on request
     dropped_empty: int  # boxes of no area or outside of their image
     clipped: int  # boxes that reached over the border
     computed_areas: int  # the file gave none: width · height of the box
-    repeated_files: int  # images whose file another image has too
+    repeated_files: int  # images that share their file with another
     unused_categories: tuple[str, ...]  # without any object
     dropped: tuple[tuple[int, int, int], ...]  # boxes: annotation id, image id, category id
 
@@ -69,7 +69,7 @@ def check_columns(
         columns: the file.
         problems: what reading it already found.
         name: what messages call the file.
-        drop_bad_boxes: drop boxes that are no boxes instead of stopping.
+        drop_bad_boxes: drop malformed boxes instead of stopping.
         trim: drop empty and outside boxes, and cut the others to their image.
 
     Returns:
@@ -129,7 +129,7 @@ def check_columns(
 
 
 def is_unsafe(file_name: str) -> bool:
-    """Whether a file name is absolute, a URL, has '..' or backslashes, or is no name at all."""
+    """Whether a file name is absolute, a URL, empty, or has '..' or backslashes."""
     return "\n" in file_name or _UNSAFE.search(file_name) is not None
 
 
@@ -182,7 +182,7 @@ def _check_annotations(
     problems: Problems,
     drop_bad_boxes: bool,
 ) -> np.ndarray:
-    """Checks all but where the boxes lie; returns a mask of those that are no boxes, (N,)."""
+    """Checks all but the position of boxes; returns a mask of the malformed ones, (N,)."""
 
     def note(kind: str, wrong: np.ndarray, values: Any = None, what: str = "") -> None:
         problems.add_rows(
