@@ -1,18 +1,22 @@
 """Pages say what a run says, load nothing, and take names from data as text."""
 
 import base64
+import csv
 import io
 import json
 import logging
 import re
 import shutil
 
+import numpy as np
 import pytest
 from PIL import Image
 
 from cldetr.analysis.diagnose import diagnose_run
 from cldetr.analysis.pictures import draw_run_pictures
 from cldetr.cli import main
+from cldetr.evaluation.average_precision import METRICS, summarise_precision
+from cldetr.evaluation.results import format_table, write_results
 from cldetr.report.comparison import write_comparison
 from cldetr.report.diagnosis_plots import write_diagnosis_plots
 from cldetr.report.run_page import write_run_page
@@ -61,6 +65,24 @@ def test_names_from_data_are_text_everywhere_on_the_page(tmp_path):
         assert "<script" not in text
         assert "<img" not in text
         assert "&lt;script&gt;" in text
+
+
+def test_a_metric_is_one_entry_that_files_tables_and_pages_read(tmp_path, monkeypatch):
+    monkeypatch.setitem(METRICS, "AP90", lambda precision: precision[8, ..., 0])
+    table = np.full((10, 101, 1, 4), 0.5)
+    table[8] = 0.123
+    assert summarise_precision(table)["AP90"] == pytest.approx(12.3)
+    results = two_phases()
+    results["phases"][1]["all"]["AP90"] = 12.3
+    write_results(results, tmp_path)
+    with open(tmp_path / "results.csv", newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    [row] = [row for row in rows if (row["phase"], row["kind"], row["name"]) == ("2", "set", "all")]
+    assert row["AP90"] == "12.3"
+    assert "AP90" in format_table(results)
+    page = write_run_page(run_of(results), tmp_path / "page").read_text()
+    assert ">AP90</th>" in page
+    assert "<td>12.3</td>" in page
 
 
 def test_pictures_are_embedded_and_a_broken_one_is_named(tmp_path):

@@ -10,7 +10,7 @@ class with enough overlap), K classes, A = 4 area ranges, T = 10 IoU thresholds,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,15 @@ import numpy as np
 from cldetr.data.coco import CocoData
 from cldetr.data.views import View
 
-METRICS = ("AP", "AP50", "AP75", "APs", "APm", "APl")
+# The metrics of all tables, files and pages: what each averages of a precision table (T, R, K, A).
+METRICS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
+    "AP": lambda precision: precision[..., 0],
+    "AP50": lambda precision: precision[0, ..., 0],
+    "AP75": lambda precision: precision[5, ..., 0],
+    "APs": lambda precision: precision[..., 1],
+    "APm": lambda precision: precision[..., 2],
+    "APl": lambda precision: precision[..., 3],
+}
 Labels = Sequence[int] | np.ndarray
 Scores = dict[str, float | None]  # metric → percent; None where there is no object to find
 
@@ -186,17 +194,10 @@ class Matching:
 
 def summarise_precision(precision: np.ndarray) -> Scores:
     """Averages a (T, R, K, A) table over its classes, in percent."""
-    selections = {
-        "AP": precision[..., 0],
-        "AP50": precision[0, ..., 0],
-        "AP75": precision[5, ..., 0],
-        "APs": precision[..., 1],
-        "APm": precision[..., 2],
-        "APl": precision[..., 3],
-    }
     scores: Scores = {}
-    for metric, selection in selections.items():
-        defined = selection[selection > -1]
+    for metric, select in METRICS.items():
+        defined = select(precision)
+        defined = defined[defined > -1]
         scores[metric] = float(np.mean(defined) * 100) if defined.size else None
     return scores
 

@@ -140,7 +140,7 @@ def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def format_table(results: Mapping[str, Any]) -> str:
     """Formats a run's metrics as text: a line for each phase and group, then the run's numbers."""
-    lines = [f"{results['scenario']}, {results['method']} (AP in %)", _line("", "", METRICS)]
+    lines = [f"{results['scenario']}, {results['method']} (AP in %)", _line("", "", [*METRICS])]
     lines += [line for entry in results["phases"] for line in _phase_lines(entry)]
     for label, name, field in (("FPP", "phase 1", "fpp"), ("gap to joint", "all", "gap_to_joint")):
         if results[field] is not None:
@@ -152,7 +152,7 @@ def format_table(results: Mapping[str, Any]) -> str:
 
 def format_entry(entry: Mapping[str, Any]) -> str:
     """Formats the metrics of one evaluation as text."""
-    return "\n".join([_line("AP in %", "", METRICS), *_phase_lines(entry)])
+    return "\n".join([_line("AP in %", "", [*METRICS]), *_phase_lines(entry)])
 
 
 def format_matrix(results: Mapping[str, Any]) -> str:
@@ -189,13 +189,13 @@ def _csv_rows(results: Mapping[str, Any]) -> Iterator[list[Any]]:
         groups += [("category", name, scores) for name, scores in entry["per_category"].items()]
         for kind, name, scores in groups:
             if scores is not None:
-                yield [*start, kind, name, *(scores[metric] for metric in METRICS)]
+                yield [*start, kind, name, *(scores.get(metric) for metric in METRICS)]
 
 
 def _difference(first: Scores, second: Scores) -> Scores:
     difference: Scores = {}
     for metric in METRICS:
-        a, b = first[metric], second[metric]
+        a, b = first.get(metric), second.get(metric)  # a run from before a metric lacks it
         difference[metric] = None if a is None or b is None else a - b
     return difference
 
@@ -211,7 +211,7 @@ def _line(label: str, group: str, cells: Sequence[str]) -> str:
 
 
 def _cells(scores: Scores | None) -> list[str]:
-    return ["n/a" if scores is None else _show(scores[metric]) for metric in METRICS]
+    return ["n/a" if scores is None else _show(scores.get(metric)) for metric in METRICS]
 
 
 def _show(value: float | None) -> str:

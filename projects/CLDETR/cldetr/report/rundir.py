@@ -19,7 +19,7 @@ from cldetr.data.manifest import load_manifest
 from cldetr.data.memory import ExemplarMemory
 from cldetr.engine.ledger import STAGES, read_identity, read_json
 from cldetr.errors import InputError
-from cldetr.evaluation.average_precision import Scores
+from cldetr.evaluation.average_precision import METRICS
 from cldetr.evaluation.results import load_results, summarise
 from cldetr.scenario import Scenario
 
@@ -188,7 +188,7 @@ class _Reader:
         whole = self._attempt(_whole_results, "results.json")
         entries: list[dict[str, Any]] = []
         for phase in self.phases:
-            entry = self._attempt(_checked(_ENTRY), f"phase{phase}/evaluate/metrics.json")
+            entry = self._attempt(_checked(_Entry), f"phase{phase}/evaluate/metrics.json")
             if entry is None or entry["phase"] != len(entries) + 1:
                 break
             entries.append(entry)
@@ -230,33 +230,32 @@ def _shape(**fields: Any) -> Any:
 
 
 # What pages read of the files; these may hold more, and a metric that they lack is "n/a".
-_ENTRY = _shape(
+_OTHERS = [(metric, float | None, None) for metric in METRICS if metric != "AP"]
+_Scores: Any = msgspec.defstruct("Scores", [("AP", float | None), *_OTHERS])
+_Entry: Any = _shape(
     phase=int,
-    all=Scores,
-    old=Scores | None,
-    new=Scores,
-    groups=list[Scores],
-    per_category=dict[str, Scores],
+    all=_Scores,
+    old=_Scores | None,
+    new=_Scores,
+    groups=list[_Scores],
+    per_category=dict[str, _Scores],
 )
 _RESULTS = _shape(
     scenario=str,
     method=str,
-    phases=list[_ENTRY],  # type: ignore[valid-type]
+    phases=list[_Entry],
     matrix=list[list[float | None]],
-    **dict.fromkeys(("fpp", "gap_to_joint"), Scores | None),
+    **dict.fromkeys(("fpp", "gap_to_joint"), _Scores | None),
     **dict.fromkeys(("average_AP", "forgetting", "backward_transfer"), float | None),
 )
 _COUNTS = ("index", "classes", "images", "annotated", "empty", "instances", "crowd")
-_PHASE = _shape(
+_Phase: Any = _shape(
     **dict.fromkeys(_COUNTS, int),
     **dict.fromkeys(("hidden", "instances_per_class"), dict[str, int]),
 )
-_AUDIT = _shape(
-    phases=list[_PHASE],  # type: ignore[valid-type]
-    overlap=list[dict[str, Any]],
-)
-_START = _shape(time=str, device=str, processes=int, versions=dict[str, str | None])
-_STARTS = _shape(starts=list[_START])  # type: ignore[valid-type]
+_AUDIT = _shape(phases=list[_Phase], overlap=list[dict[str, Any]])
+_Start: Any = _shape(time=str, device=str, processes=int, versions=dict[str, str | None])
+_STARTS = _shape(starts=list[_Start])
 
 
 def _checked(kind: Any) -> Callable[[Path], dict[str, Any]]:
