@@ -1,50 +1,57 @@
 """The run directory: who may use it, and what counts as finished."""
 
-import dataclasses
 import os
 import subprocess
 import sys
 
 import pytest
-from torch import nn
 
+from cldetr.config import default_config
 from cldetr.engine.ledger import Ledger
-from cldetr.engine.recipe import ModelSettings, OptimizerSettings, Recipe, Runtime
 from cldetr.errors import InputError
 
 
-def recipe(**changes):
-    model = ModelSettings(description={"width": 8}, build=lambda classes: nn.Linear(8, classes))
-    return dataclasses.replace(Recipe(model=model), **changes)
+def config(**changes):
+    cfg = default_config()
+    cfg.SOLVER.IMS_PER_BATCH = changes.pop("batch", 32)
+    cfg.DATALOADER.NUM_WORKERS = changes.pop("workers", 2)
+    assert not changes
+    return cfg
+
+
+def begin(folder, cfg=None):
+    """Starts a run that has saved something, and leaves it."""
+    ledger = Ledger(folder)
+    ledger.open(cfg or config(), resume=False)
+    ledger.begin(cfg or config())
+    (ledger.folder(1, "train")).mkdir(parents=True)
+    (ledger.folder(1, "train") / "saved").write_bytes(b"")
+    ledger.close()
 
 
 def test_resume_in_an_empty_directory_is_refused(tmp_path):
-    with pytest.raises(InputError, match="leave --resume out"):
-        Ledger(tmp_path).open(recipe(), resume=True)
+    with pytest.raises(InputError, match="start one without --resume"):
+        Ledger(tmp_path).open(config(), resume=True)
 
 
 def test_a_second_start_in_a_used_directory_is_refused(tmp_path):
-    first = Ledger(tmp_path)
-    first.open(recipe(), resume=False)
-    first.close()
+    begin(tmp_path)
     with pytest.raises(InputError, match="add --resume"):
-        Ledger(tmp_path).open(recipe(), resume=False)
+        Ledger(tmp_path).open(config(), resume=False)
 
 
-def test_another_identity_is_refused_with_a_diff_and_runtime_may_change(tmp_path):
-    first = Ledger(tmp_path)
-    first.open(recipe(), resume=False)
-    first.close()
-    with pytest.raises(InputError, match=r"optimizer\.batch: was 32, now 16"):
-        Ledger(tmp_path).open(recipe(optimizer=OptimizerSettings(batch=16)), resume=True)
+def test_another_identity_is_refused_with_a_diff_and_run_time_keys_may_change(tmp_path):
+    begin(tmp_path)
+    with pytest.raises(InputError, match=r"SOLVER\.IMS_PER_BATCH: was 32, now 16"):
+        Ledger(tmp_path).open(config(batch=16), resume=True)
     again = Ledger(tmp_path)
-    again.open(recipe(runtime=Runtime(workers=7, device="cuda")), resume=True)
+    again.open(config(workers=7), resume=True)
     again.close()
 
 
 def test_a_directory_in_use_names_its_owner(tmp_path):
     holder = Ledger(tmp_path)
-    holder.open(recipe(), resume=False)
+    holder.open(config(), resume=False)
     code = (
         "import sys\nfrom cldetr.engine.ledger import Ledger\n"
         "from cldetr.errors import InputError\n"
@@ -84,7 +91,7 @@ def test_damage_to_a_finished_stage_is_found(tmp_path, damage):
         ledger.finished(2, "calibrate")
 
 
-def test_a_place_that_cannot_be_written_is_refused(tmp_path):
+def test_a_directory_that_cannot_be_written_is_refused(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(InputError, match="cannot write to"):
-        Ledger(tmp_path / "file" / "run").open(recipe(), resume=False)
+        Ledger(tmp_path / "file" / "run").open(config(), resume=False)

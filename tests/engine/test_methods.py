@@ -6,21 +6,22 @@ losses of the ten steps are compared with those in golden_losses.json; after a c
 to move them, `pytest tests/engine/test_methods.py --write-golden` writes them anew.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 
 import pytest
+from detectron2.data import DatasetCatalog
 
+from cldetr.config import method_of
+from cldetr.config_files import compose
 from cldetr.engine.checkpoint import load_state, save_state
-from cldetr.engine.from_yaml import recipe_from_yaml
-from cldetr.engine.run import IncrementalRun
-from cldetr.engine.trainer import StopRequest
+from cldetr.engine.rundata import RunData
 from cldetr.errors import InputError
 from cldetr.methods.method import Method
 from cldetr.methods.pseudo import PseudoRule
 
-CONFIGS = Path(__file__).parents[2] / "configs"
+from .conftest import train
+
 GOLDEN = Path(__file__).with_name("golden_losses.json")
 STEPS = 10
 
@@ -30,48 +31,51 @@ DETECTORS = {
         *("MODEL.META_ARCHITECTURE", "DETR", "MODEL.DETR.PRE_NORM", "True"),
         *("MODEL.DETR.IN_FEATURES", "['res5']", "MODEL.RESNETS.OUT_FEATURES", "['res5']"),
         *("MODEL.DETR.ONE_CLASS_PER_QUERY", "True"),
+        *("MODEL.DETR.LEVELS", "4", "MODEL.DETR.WITH_BOX_REFINE", "False"),  # no keys of DETR
     ],
 }
 MAIN = [
-    "methods/finetune",
-    "methods/lwf",
-    "methods/joint_matching",
-    "methods/dkd",
-    "methods/dkd_er",
+    "70_10_finetune",
+    "70_10_lwf",
+    "70_10_joint_matching",
+    "70_10_dkd",
+    "70_10_dkd_er",
     "70_10",
-    "methods/icarl",
-    "methods/erd",
-    "methods/joint",
-    "methods/kd_oracle",
-    "methods/er_oracle",
-    "ablation/completion",
+    "70_10_icarl",
+    "70_10_erd",
+    "70_10_joint",
+    "70_10_kd_oracle",
+    "70_10_er_oracle",
+    "shapes_completion",
     "70_10_released",
 ]
 MORE = [
-    "methods/er",
-    "methods/our_er",
-    "exemplars/random",
-    "exemplars/adaptive",
-    "selection/p01",
-    "selection/curriculum",
-    "ablation/cached",
-    "ablation/hard_labels",
-    "ablation/kl_instances",
-    "ablation/calibration_oracle",
+    "70_10_er",
+    "70_10_our_er",
+    "70_10_dkd_er_random",
+    "70_10_dkd_er_adaptive",
+    "70_10_p01",
+    "70_10_curriculum",
+    "ablation_cached",
+    "ablation_hard_labels",
+    "ablation_kl_instances",
+    "ablation_calibration_oracle",
+]
+SHORT = [
+    *("SCHEDULE.FIRST.MAX_STEPS", "4", "SCHEDULE.TRAIN.MAX_STEPS", "1"),
+    *("METHOD.CALIBRATE.ENABLED", "False"),
 ]
 CASES = [(name, detector) for detector in DETECTORS for name in MAIN]
 CASES += [(name, "deformable") for name in MORE]
 
 
 @pytest.fixture(scope="module")
-def first_phases(tiny_recipe, tmp_path_factory):
+def first_phases(tiny_config, tmp_path_factory):
     """For each detector a first phase whose model takes some of what it sees for objects."""
     paths = {}
     for name, overrides in DETECTORS.items():
         folder = tmp_path_factory.mktemp(name)
-        run = IncrementalRun(tiny_recipe(folder, "SCHEDULE.FIRST.MAX_STEPS", "4", *overrides))
-        run._train(1, StopRequest())
-        run.ledger.close()
+        train(tiny_config(folder, *SHORT, *overrides))
         path = folder / "phase1/train/model.pth"
         state = load_state(path)
         for key, value in state["model"].items():
@@ -87,17 +91,18 @@ def first_phases(tiny_recipe, tmp_path_factory):
 
 @pytest.mark.parametrize(("config", "detector"), CASES)
 def test_a_method_runs_with_its_golden_losses(
-    config, detector, first_phases, tiny_recipe, tmp_path, request
+    config, detector, first_phases, tiny_config, tmp_path, request
 ):
-    recipe = tiny_recipe(
+    cfg = tiny_config(
         tmp_path,
         *DETECTORS[detector],
         *("MODEL.DETECTOR", first_phases[detector]),
         *("SCHEDULE.TRAIN.EPOCHS", "9", "SCHEDULE.TRAIN.MAX_STEPS", str(STEPS)),
         *("SCHEDULE.CALIBRATE.MAX_STEPS", "2"),
     )
-    method = recipe_from_yaml(str(CONFIGS / f"{config}.yaml")).method
-    results = IncrementalRun(dataclasses.replace(recipe, method=method)).run()
+    cfg.METHOD = compose([config]).METHOD
+    method = method_of(cfg)
+    results = train(cfg)
     assert results["method"] == method.name
     assert results["phases"][1]["all"]["AP"] is not None
     assert (tmp_path / "phase2/select/memory.json").exists() == (method.memory is not None)
@@ -116,7 +121,7 @@ def test_golden_losses_tell_the_methods_apart():
     """What trains on other labels or another loss must show within ten steps."""
     golden = json.loads(GOLDEN.read_text())
     same = {  # they differ in exemplar choice or after the training step only
-        frozenset({"70_10", "ablation/completion"}),
+        frozenset({"70_10", "shapes_completion"}),
     }
     for detector in DETECTORS:
         for one in MAIN:
@@ -132,11 +137,12 @@ def training_losses(folder):
     return [line["total_loss"] for line in lines if "total_loss" in line][:STEPS]
 
 
-def test_the_kd_oracle_sees_the_true_boxes_of_old_classes(tiny_recipe, tmp_path):
-    run = IncrementalRun(tiny_recipe(tmp_path))
-    run.ledger.close()
-    hidden = [entry["annotations"] for entry in run.data.train_entries(2)]
-    shown = [entry["annotations"] for entry in run.data.train_entries(2, reveal_old=True)]
+def test_the_kd_oracle_sees_the_true_boxes_of_old_classes(tiny_config, tmp_path):
+    data = RunData(tiny_config(tmp_path))
+    hidden, shown = (
+        [entry["annotations"] for entry in DatasetCatalog.get(data.name(kind, 2))]
+        for kind in ("phase", "revealed")
+    )
     classes = [{item["category_id"] for item in items} for items in shown]
     assert set.union(*classes) == {0, 1, 2, 3}
     assert hidden == [[item for item in items if item["category_id"] == 3] for items in shown]

@@ -2,21 +2,24 @@
 
 import pytest
 import torch
+from detectron2.modeling import build_model
 
 from cldetr.engine.checkpoint import save_state
-from cldetr.engine.start import initialise
+from cldetr.engine.initial_weights import initialise
 from cldetr.errors import InputError
 
 
 @pytest.fixture
-def detector(tiny_recipe, tmp_path):
-    return tiny_recipe(tmp_path).model.build(4)
+def detector(tiny_config, tmp_path):
+    cfg = tiny_config(tmp_path)
+    cfg.MODEL.DETR.NUM_CLASSES = 4
+    return build_model(cfg)
 
 
 def other(detector, seed=1):
     """The same keys with other numbers."""
     torch.manual_seed(seed)
-    return {key: torch.randn_like(value) for key, value in detector.state_dict().items()}
+    return {key: torch.randn(value.shape).to(value) for key, value in detector.state_dict().items()}
 
 
 def test_no_weights_leave_everything_as_initialised(detector):
