@@ -199,6 +199,11 @@ def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
     ]
     if cfg.SEED < 0:
         problems.append("SEED must be at least 0: every run is reproducible")
+    problems += [
+        f"SOLVER.{key} must be at least 1, not {cfg.SOLVER[key]}"
+        for key in ("IMS_PER_BATCH", "ACCUMULATE")
+        if cfg.SOLVER[key] < 1
+    ]
     if cfg.INPUT.CROP.ENABLED and cfg.INPUT.CROP.TYPE != "absolute_range":
         problems.append(f"INPUT.CROP.TYPE takes absolute_range, not {cfg.INPUT.CROP.TYPE!r}")
     name = cfg.SOLVER.LR_SCHEDULER_NAME

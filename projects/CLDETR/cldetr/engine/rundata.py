@@ -11,7 +11,7 @@ from detectron2.data import DatasetCatalog
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cldetr.config import scenario_settings
+from cldetr.config import method_of, scenario_settings
 from cldetr.data.audit import audit_scenario
 from cldetr.data.coco import CocoData
 from cldetr.data.datasets import (
@@ -43,6 +43,9 @@ class RunData:
     def __init__(self, cfg: CfgNode) -> None:
         """Reads DATASETS.TRAIN and TEST, divides them by SCENARIO and registers the views."""
         self.cfg = cfg
+        memory = method_of(cfg).memory
+        if memory is not None:
+            find_strategy(memory.strategy)  # a wrong word is to be told before anything is trained
         self.prefix = str(cfg.OUTPUT_DIR).strip("/")
         self.train = self._read("TRAIN", trim=True)
         self.test = self._read("TEST", trim=False)
