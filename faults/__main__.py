@@ -31,7 +31,8 @@ CAMPAIGNS = {
     "keys": "every key of the configuration changed on resume",
     "order": "killed and resumed with 0 and 2 workers, on one and two processes",
     "seams": "hooks, evaluators, builders and registered functions that fail",
-    "ranks": "processes that die or hang, simultaneous starts",
+    "starts": "starts that fail, are refused, or come at the same time",
+    "ranks": "processes that die, hang, come late or see older files",
     "price": "what safe checkpoints cost",
 }
 

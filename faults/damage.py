@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import random
 import shutil
-import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -76,10 +74,7 @@ def stop_in_the_middle(data: tiny.TinyData, folder: Path) -> None:
     """Leaves a run with two checkpoints in its last training stage."""
     child = tiny.start(data.command(folder), folder.with_suffix(".txt"))
     last = folder / STAGE / "checkpoints" / f"step_{2 * tiny.PERIOD:08d}"
-    while child.poll() is None and not last.exists():
-        time.sleep(0.0005)
-    child.send(signal.SIGSTOP)
-    child.kill()
+    tiny.kill_at([child], last)
     if not last.exists():
         raise RuntimeError(f"the run ended before it could be stopped: {child.said()[-500:]}")
 

@@ -7,7 +7,6 @@ every step; the steps of two processes, put together, must be those of one.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,8 @@ def run(options: Options) -> Tally:
         for _, workers in [case for case in cases if case[0] == world]:
             again = work / f"killed{world}_{workers}"
             for stage in ("phase1/train", "phase2/calibrate"):
-                _kill_in(data, again, world, workers, stage)
+                mark = again / "run" / stage / "checkpoints" / f"step_{tiny.PERIOD:08d}"
+                tiny.kill_at(_start(data, again, world, workers), mark)
             status = _run(data, again, world, workers)
             wrong = tiny.difference(again / "run", expected) if status == 0 else f"status {status}"
             tally.check(
@@ -60,16 +60,6 @@ def _run(data: tiny.TinyData, folder: Path, world: int, workers: str) -> int:
 def _start(data: tiny.TinyData, folder: Path, world: int, workers: str) -> list[tiny.Child]:
     arguments = data.command(folder / "run", "DATALOADER.NUM_WORKERS", workers)
     return tiny.start_ranks(arguments, folder, world, _note(folder), timeout=60)
-
-
-def _kill_in(data: tiny.TinyData, folder: Path, world: int, workers: str, stage: str) -> None:
-    """Kills all processes after a checkpoint of a stage, and two steps later at the latest."""
-    children = _start(data, folder, world, workers)
-    mark = folder / "run" / stage / "checkpoints" / f"step_{tiny.PERIOD:08d}"
-    while not mark.exists() and all(child.poll() is None for child in children):
-        time.sleep(0.001)
-    for child in children:
-        child.kill_all()
 
 
 def _note(folder: Path) -> Callable[[int], None]:

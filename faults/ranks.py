@@ -1,12 +1,14 @@
-"""Processes that die or hang, a parent that is killed, and many starts in one directory.
+"""Processes that die, hang, come late or see another disk than rank 0, and a parent that is killed.
 
 Real command lines: `train_net.py --num-gpus 2 --timeout …` in a session of its own. Whatever
 happens to one process, all of them must be gone within the timeout and a margin, and the run must
-go on with `--resume`. Of simultaneous starts exactly one may run.
+go on with `--resume`. Two processes that are only slow, or whose file system shows them older
+files, must end as undisturbed ones do, because rank 0 decides for all.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -14,7 +16,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from cldetr.engine import trainer
+from cldetr.engine.ledger import Ledger
 from faults import tiny
 from faults.tally import Options, Tally
 
@@ -24,11 +29,11 @@ MARGIN = 60.0  # torch gives processes half a minute to end by themselves
 
 
 def run(options: Options) -> Tally:
-    """Tries each fate once, then the simultaneous starts."""
+    """Tries each fate once, then late and short-sighted processes."""
     tally = Tally("processes")
     data = tiny.TinyData(options.work)
     work = options.folder("runs")
-    _many_starts(tally, data, work, options.number(short=4, nightly=20, long=20))
+    _late(tally, data, work / "late")
     fates = {} if options.size == "short" else FATES
     slowest = 0.0
     for name, fate in fates.items():
@@ -60,28 +65,95 @@ def run(options: Options) -> Tally:
     return tally
 
 
-def _many_starts(tally: Tally, data: tiny.TinyData, work: Path, count: int) -> None:
-    """Starts the same run at the same time; the others must be told who has the directory."""
-    folder = work / "shared"
-    begin = time.time() + 1.0
-    children = [
-        tiny.start(
-            data.command(folder, resume=False),
-            work / f"start{number}.txt",
-            lambda: time.sleep(max(begin - time.time(), 0)),
+def _late(tally: Tally, data: tiny.TinyData, work: Path) -> None:
+    """Delays a process around each decision of a run, or shows it an older directory."""
+
+    def run_two(name: str, *more: str, before: Callable[[int], None] | None = None) -> str:
+        """Runs two processes to the end; says what went wrong."""
+        folder = work / name
+        children = tiny.start_ranks(
+            data.command(folder / "run", *more), folder, 2, before, timeout=TIMEOUT
         )
-        for number in range(count)
-    ]
-    statuses = tiny.finish(children)
-    won = statuses.count(0)
-    told = [
-        child for child in children if "in use by" in child.said() or "add --resume" in child.said()
-    ]
-    tally.check(
-        f"sets of {count} simultaneous starts: exactly one runs, the others are told",
-        won == 1 and len(told) == count - 1 and statuses.count(2) == count - 1,
-        f"statuses {statuses}, told {len(told)}",
-    )
+        try:
+            statuses = tiny.finish(children, 2 * TIMEOUT + MARGIN)
+        except TimeoutError as error:
+            return f"hangs: {error}"
+        return "" if not any(statuses) else f"{statuses}: {children[0].said()[-600:]}"
+
+    wrong = run_two("plain")
+    tally.check("two processes end well", not wrong, wrong)
+    plain = work / "plain/run"
+    given = ("MODEL.DETECTOR", str(plain / "phase1/train/model.pth"))
+    wrong = run_two("given", *given)
+    tally.check("two processes end well", not wrong, wrong)
+    for rank, function in itertools.product((0, 1), DELAYED):
+        name = f"{function}{rank}"
+        wrong = run_two(name, *given, before=_delay(rank, function))
+        wrong = wrong or tiny.difference(work / name / "run", tiny.artefacts(work / "given/run"))
+        tally.check(
+            "late processes at the adoption of a detector: nobody hangs, bit-identical",
+            not wrong,
+            f"rank {rank} late at {function}: {wrong}",
+        )
+    for name, blind in BLIND.items():
+        children = tiny.start_ranks(
+            data.command(work / name / "run"), work / name, 2, timeout=TIMEOUT
+        )
+        last = work / name / "run/phase2/calibrate/checkpoints" / f"step_{2 * tiny.PERIOD:08d}"
+        tiny.kill_at(children, last)
+        hit = last.exists()
+        wrong = run_two(name, before=lambda rank: blind() if rank else None)  # noqa: B023
+        wrong = wrong or tiny.difference(work / name / "run", tiny.artefacts(plain))
+        tally.check(
+            "processes that see older files than rank 0: resumed, bit-identical",
+            hit and not wrong,
+            f"{name}: {wrong}",
+        )
+
+
+DELAYED = ("_finished", "load_trained_detector", "_save", "_load")
+
+
+def _delay(late: int, function: str) -> Callable[[int], None]:
+    """Makes one process wait for three seconds before it first calls a function of the trainer."""
+
+    def before(rank: int) -> None:
+        owner: Any = trainer if hasattr(trainer, function) else trainer.IncrementalTrainer
+        usual, calls = getattr(owner, function), itertools.count()
+
+        def slowly(*inputs: Any, **more: Any) -> Any:
+            if rank == late and next(calls) == 0:
+                time.sleep(3)
+            return usual(*inputs, **more)
+
+        setattr(owner, function, slowly)
+
+    return before
+
+
+def _sees_older_checkpoint() -> None:
+    usual = trainer.latest_checkpoint
+
+    def older(folder: Path) -> Any:
+        found = usual(folder)
+        return found and trainer.load_checkpoint(folder, found.step - tiny.PERIOD)
+
+    trainer.latest_checkpoint = older
+
+
+def _sees_no_checkpoint() -> None:
+    trainer.latest_checkpoint = lambda folder: None
+
+
+def _sees_no_finished_stage() -> None:
+    Ledger.finished = lambda *_, **__: None  # type: ignore[assignment, method-assign]
+
+
+BLIND = {
+    "older_checkpoint": _sees_older_checkpoint,
+    "no_checkpoint": _sees_no_checkpoint,
+    "no_finished_stage": _sees_no_finished_stage,
+}
 
 
 def _start(

@@ -306,6 +306,16 @@ def wait_for(child: Child, folder: Path, stage: str | None, delay: float) -> boo
     return child.poll() is None
 
 
+def kill_at(children: Sequence[Child], path: Path) -> None:
+    """Kills all processes of a run, and what they started, when a file of it appears."""
+    while not path.exists() and all(child.poll() is None for child in children):
+        time.sleep(0.0005)
+    for child in children:
+        child.send(signal.SIGSTOP)
+    for child in children:
+        child.kill_all()
+
+
 def members(session: int) -> list[int]:
     """Processes of a session that are still there."""
     pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
