@@ -109,8 +109,8 @@ def test_leftovers_of_another_scenario_are_pointed_out(annotations, tmp_path, ca
     split("--annotations", annotations, "--scenario", "5+2+1", "--out", out, "--write-json")
     split("--annotations", annotations, "--scenario", "5+3", "--out", out, "--write-json")
     text = capsys.readouterr().out
-    assert f"note: {out / 'phase3.json'} was there before" in text
-    assert "phase2.json was there" not in text
+    assert f"note: {out / 'phase3.json'} is an older file" in text
+    assert "phase2.json is" not in text
 
 
 def test_files_of_their_own_become_phases(tmp_path, capsys):
@@ -172,7 +172,7 @@ def test_phases_and_orders_are_taken_by_name(annotations, tmp_path):
         (["--annotations", "A", "--phases", "class 1;nothing"], "no category of a"),
         (["--annotations", "A", "--scenario", "5+3", "--write-json"], "--out"),
         (["--annotations", "A", "--scenario", "5+3", "--image-root", "x", "y"], "2 folders"),
-        (["--phases-from", "A", "--scenario", "5+3"], "leave out"),
+        (["--phases-from", "A", "--scenario", "5+3"], "without --annotations"),
         (["--phases-from", "A", "A"], "are the same file"),
     ],
 )

@@ -300,12 +300,12 @@ def test_registering_again_is_fine_unless_it_is_something_else(toy):
     assert register_views(scenario, sets, sets, "again") == first
     assert DatasetCatalog.get(first[0]) is view
     other = make_scenario("5+2+1", data, order="seed", class_seed=4)
-    with pytest.raises(InputError, match="already stands for something else"):
+    with pytest.raises(InputError, match="already registered with other content"):
         register_views(other, sets, sets, "again")
     ids = scenario.phases[0].image_ids
     register_exemplars(scenario, sets, "again", {1: ids[:3]})
     register_exemplars(scenario, sets, "again", {1: ids[:3]})
-    with pytest.raises(InputError, match="already stands for something else"):
+    with pytest.raises(InputError, match="already registered with other content"):
         register_exemplars(scenario, sets, "again", {1: ids[:4]})
     with pytest.raises(InputError, match="no exemplars"):
         register_exemplars(scenario, sets, "again", {})

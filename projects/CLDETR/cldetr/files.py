@@ -1,4 +1,4 @@
-"""Files that are either whole or not there: atomic writes, digests, canonical JSON."""
+"""Atomic writes, digests and JSON files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cldetr.errors import InputError
 
 WIDTH = 100  # columns of a JSON file for people
 
-# What a write fails with that the user can fix: no room, no permission, a broken disk.
+# Errors of a write that the user can fix: a full disk, no permission, a broken disk.
 DISK_ERRORS = frozenset(
     {
         *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
@@ -78,15 +78,15 @@ def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> InputError:
-    """What to say when a file, of a known name or not, cannot be written."""
+    """The error for a file, of a known name or not, that cannot be written."""
     return InputError(
         f"cannot write {path or error.filename or 'a file'}: {error.strerror}. What was saved "
-        "before is kept; make room or fix the disk, and where it was a run go on with --resume"
+        "before is kept; free space or fix the disk, and continue a run with --resume"
     )
 
 
 def remove_partials(root: str | os.PathLike[str]) -> None:
-    """Removes what killed processes left half written below a folder that this process owns."""
+    """Removes partial files of killed processes below a folder that this process owns."""
     for path in Path(root).rglob(".*.partial"):
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
@@ -153,7 +153,7 @@ def _flat(value: Any) -> str:
 
 
 def _pretty(value: Any, indent: int = 0, key: str = "") -> str:
-    """JSON with one line for what fits on it, and with as many plain values to a line as fit."""
+    """JSON with one line for what fits on it, and as many plain values per line as fit."""
     flat = key + _flat(value)
     if not isinstance(value, dict | list | tuple) or indent + len(flat) < WIDTH:
         return flat

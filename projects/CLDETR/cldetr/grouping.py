@@ -22,7 +22,7 @@ class Category:
 
 
 class Annotations(typing.Protocol):
-    """What a scenario needs to know of a data set; `cldetr.data.coco.CocoData` is one."""
+    """What a scenario needs of a data set; `cldetr.data.coco.CocoData` is one."""
 
     @property
     def name(self) -> str:
@@ -141,7 +141,7 @@ def _resolve(groups: Sequence[Sequence[str | int]], data: Annotations) -> list[l
 
 
 def random_state(seed: int) -> np.random.RandomState:
-    """A source of shuffles that will be the same for ever (see `cldetr.scenario`)."""
+    """A generator whose shuffles never change (see `cldetr.scenario`)."""
     if not 0 <= seed < 2**32:
         raise InputError(f"a seed must be between 0 and {2**32 - 1}, not {seed}")
     return np.random.RandomState(seed)

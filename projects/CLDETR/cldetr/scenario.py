@@ -1,7 +1,7 @@
 """Scenarios: which classes and which images each phase of incremental training sees.
 
 A class's *label* is its index in `Scenario.categories`, and it never changes: labels are what data
-sets, heads and checkpoints use. Categories stand in ascending id order for one base
+sets, heads and checkpoints use. Categories are in ascending id order for one base
 data set (Detectron2's contiguous ids) and in order of arrival for phases from separate data sets.
 
 Shuffles use `numpy.random.RandomState`: NumPy has frozen its streams for good, while those of the
@@ -278,7 +278,7 @@ def _separate_problems(datasets: Sequence[Annotations]) -> list[str]:
         names.setdefault(data.name, index)
         contents.setdefault(data.fingerprint, data.name)
         for category in data.categories:
-            # "Cat" and "cat " would quietly become two classes.
+            # "Cat" and "cat " would silently become two classes.
             known, where = spellings.setdefault(
                 " ".join(category.name.split()).casefold(), (category.name, data.name)
             )

@@ -1,4 +1,4 @@
-"""`cldetr shapes`: generate the embedded data set and, on request, draw a sheet of it."""
+"""`cldetr shapes`: generate the embedded data set and, with --draw, a sheet of its images."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
+import numpy as np
+from PIL import Image
 
 from cldetr.data.shapes import SPLITS, ShapesOptions, ShapesPaths, ensure_shapes
+from cldetr.drawing.boxes import Box, class_color, draw_boxes, make_canvas, save_png
 from cldetr.errors import InputError
-from cldetr.files import atomic_path
 
 _COLUMNS, _ROWS, _TILE = 6, 4, 224  # of the sheet; px
-_PALETTE = ("#ffd400", "#00e5ff", "#ff4fd8", "#7cff4f", "#ff8a3d", "#ffffff")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--val", "val_images", "images for validation"),
         ("--size", "size", "width and height in pixels"),
         ("--categories", "categories", "number of categories"),
-        ("--most-objects", "most_objects", "most objects per image"),
+        ("--most-objects", "most_objects", "limit of objects per image"),
         ("--tail", "tail", "exponent of the long tail; 0: all categories alike"),
         ("--seed", "seed", "another seed, another data set"),
     ):
@@ -70,28 +70,20 @@ def draw_sheet(paths: ShapesPaths, content: Mapping[str, Any], out: Path) -> Non
     """Draws the first validation images in a grid, with their boxes and category names."""
     names = {category["id"]: category["name"] for category in content["categories"]}
     sheet = Image.new("RGB", (_COLUMNS * _TILE, _ROWS * _TILE), "#202020")
-    font = ImageFont.load_default(size=12)
-    for place, image in enumerate(content["images"][: _COLUMNS * _ROWS]):
-        scale = (_TILE - 8) / image["width"]
+    for index, image in enumerate(content["images"][: _COLUMNS * _ROWS]):
         with Image.open(paths.images("val") / image["file_name"]) as picture:
-            tile = picture.resize((_TILE - 8, _TILE - 8), Image.Resampling.BICUBIC)
-        pen = ImageDraw.Draw(tile)
+            canvas = make_canvas(np.asarray(picture), short_side=_TILE - 8, fit=True)
+        boxes = []
         for shape in content["annotations"]:
-            if shape["image_id"] != image["id"]:
-                continue
-            x, y, width, height = (scale * value for value in shape["bbox"])
-            colour = _PALETTE[shape["category_id"] % len(_PALETTE)]
-            pen.rectangle((x, y, x + width, y + height), outline=colour)
-            name = names[shape["category_id"]]
-            # The name sits on the box's upper edge, within the picture.
-            left, top, right, bottom = pen.textbbox((x, max(y - 14, 0)), name, font=font)
-            shift = min(tile.width - 2 - right, 0)
-            pen.rectangle((left + shift - 1, top - 1, right + shift + 1, bottom + 1), fill="black")
-            pen.text((x + shift, max(y - 14, 0)), name, fill=colour, font=font)
-        row, column = divmod(place, _COLUMNS)
-        sheet.paste(tile, (column * _TILE + 4, row * _TILE + 4))
-    with atomic_path(out) as partial:
-        sheet.save(partial, format="PNG")
+            if shape["image_id"] == image["id"]:
+                x, y, width, height = shape["bbox"]
+                category = shape["category_id"]
+                corners = (x, y, x + width, y + height)
+                boxes.append(Box(corners, class_color(category), names[category]))
+        draw_boxes(canvas, boxes)
+        row, column = divmod(index, _COLUMNS)
+        sheet.paste(canvas.image, (column * _TILE + 4, row * _TILE + 4))
+    save_png(sheet, out)
 
 
 def _table(contents: Mapping[str, Mapping[str, Any]]) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""`cldetr split`: divide a data set into phases, show and audit the result, write it down."""
+"""`cldetr split`: divide a data set into phases; print, audit and write the result."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ def run(args: argparse.Namespace) -> int:
                 write_subset(path, phase.subset(), data[phase.source], scenario.categories)
                 print(f"wrote {path}")
         for path in sorted(set(args.out.glob("phase*.json")) - set(written * args.write_json)):
-            print(f"note: {path} was there before and is not of this scenario")
+            print(f"note: {path} is an older file and not of this scenario")
     return 0
 
 
 def describe(
     scenario: Scenario, audit: Mapping[str, Any], data: Mapping[str, CocoData]
 ) -> Iterator[str]:
-    """The lines that the command prints: phases, categories, and what to know of them."""
+    """The lines that the command prints: phases, objects per class, and the audit's findings."""
     how = {"strict": "disjoint images", "traditional": "images with objects of the phase"}
     seeds = [
         f"{what} seed {seed}"
@@ -133,24 +133,12 @@ def describe(
 
 
 def _phase_table(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    header = ["phase", "classes", "images", "annotated", "without", "instances", "crowd"]
-    header += ["old hidden", "later hidden"]
-    rows = [
-        [
-            phase["index"],
-            phase["classes"],
-            phase["images"],
-            phase["annotated"],
-            phase["empty"],
-            phase["instances"],
-            phase["crowd"],
-            phase["hidden"]["old"],
-            phase["hidden"]["future"],
-        ]
-        for phase in phases
-    ]
-    cells = [header, *([f"{value:,}" for value in row] for row in rows)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    keys = ("index", "classes", "images", "annotated", "empty", "instances", "crowd")
+    cells = [["phase", *keys[1:], "old hidden", "later hidden"]]
+    for phase in phases:
+        values = [*(phase[key] for key in keys), phase["hidden"]["old"], phase["hidden"]["future"]]
+        cells.append([f"{value:,}" for value in values])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     for row in cells:
         yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
 
@@ -202,8 +190,8 @@ def _make(args: argparse.Namespace) -> tuple[Scenario, dict[str, CocoData]]:
     if args.phases_from:
         if args.annotations or args.scenario or args.phases:
             raise InputError(
-                "--phases-from makes a phase of each file: leave out --annotations, --scenario and "
-                "--phases"
+                "--phases-from makes a phase of each file: give it without --annotations, "
+                "--scenario and --phases"
             )
         sets = [
             load_coco(file, root, name=f"phase{index}", bad_boxes=args.bad_boxes)
@@ -275,7 +263,7 @@ def _is_file(text: str) -> bool:
 
 
 def _read_list(path: Path) -> list[Any]:
-    """The entries of a JSON list, or the lines of a text file that are not empty."""
+    """The entries of a JSON list, or the non-empty lines of a text file."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

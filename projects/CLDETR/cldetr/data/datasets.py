@@ -96,7 +96,7 @@ def register_views(
 ) -> list[str]:
     """Registers the views of a scenario, all but exemplars, and returns their names.
 
-    Registering the same again is fine; a name that stands for something else is refused.
+    Registering the same again is fine; a name that is registered with other content is refused.
 
     Args:
         scenario: what to register.
@@ -163,7 +163,7 @@ def register_exemplars(
 
 
 def register_dataset(name: str, dataset: Dataset, like: str) -> None:
-    """Registers a data set that is made from a registered one, or puts it in an earlier's place."""
+    """Registers a data set that is made from a registered one, replacing an earlier one."""
     metadata = MetadataCatalog.get(like).as_dict()
     for catalog in (DatasetCatalog, MetadataCatalog):
         if name in catalog:
@@ -173,7 +173,7 @@ def register_dataset(name: str, dataset: Dataset, like: str) -> None:
 
 
 def dataset_digest(names: Sequence[str]) -> str:
-    """A digest of which images registered views have, of which files, with whose labels."""
+    """A digest of the images, annotation files and labels of registered views."""
     return sha256_json([MetadataCatalog.get(name).digest for name in names])
 
 
@@ -209,7 +209,7 @@ def _register(
         if MetadataCatalog.get(name).get("digest") == digest:
             return
         raise InputError(
-            f"the data set name {name} already stands for something else: choose another "
+            f"the data set name {name} is already registered with other content: choose another "
             "OUTPUT_DIR, or remove it from DatasetCatalog and MetadataCatalog first"
         )
     DatasetCatalog.register(name, lambda: view)

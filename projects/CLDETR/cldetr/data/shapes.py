@@ -1,11 +1,11 @@
 """`shapes`: the embedded data set, a COCO-format data set that a small detector learns on a CPU.
 
 Each image shows 1 to 6 flat silhouettes on a textured background. What an object *is* follows from
-its silhouette alone: colour, size, rotation and place are drawn independently of the category.
+its silhouette alone: colour, size, rotation and position are independent of the category.
 Categories follow a long tail, p(rank) ∝ rank^−tail, in both splits.
 
-Every image has its own random generator, seeded by (seed, split, number): the picture of image 17
-depends neither on how many images there are nor on what was drawn before it.
+Every image has its own random generator, seeded by (seed, split, index): image 17 depends neither
+on how many images there are nor on what was drawn before it.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from cldetr.files import sha256_file, sha256_json, write_json
 
 logger = logging.getLogger(__name__)
 
-# Part of the marker: raise it whenever the same options give other pictures or boxes.
+# Part of the marker: raise it whenever the same options give other images or boxes.
 GENERATOR_VERSION = 1
 
 SPLITS = ("train", "val")
-MARKER = "shapes.json"  # written last: says what was generated and that it is whole
+MARKER = "shapes.json"  # written last: what was generated, and that it is complete
 
 _EXTENT = (1 / 6, 1 / 2)  # an object's longer side, as a share of the image's side
-_MOST_HIDDEN = 0.3  # share of an object that others may cover, and that may cover others
-_PLACES_TRIED = 40
+_MAX_HIDDEN = 0.3  # share of an object that others may cover, and that may cover others
+_MAX_TRIES = 40
 
 
 @dataclass(frozen=True)
 class ShapesOptions:
-    """What determines the data set, bit for bit."""
+    """What determines the data set, bit by bit."""
 
     train_images: int = 2000
     val_images: int = 400
@@ -55,52 +55,53 @@ class ShapesOptions:
 
     def check(self) -> None:
         """Raises `InputError` with every option that is out of range."""
-        problems = []
-        if not 2 <= self.categories <= len(SILHOUETTES):
-            problems.append(f"categories is {self.categories}: choose 2 to {len(SILHOUETTES)}")
-        if not 48 <= self.size <= 1024:
-            problems.append(f"size is {self.size}: choose 48 to 1024 px")
-        if not 1 <= self.most_objects <= 20:
-            problems.append(f"most_objects is {self.most_objects}: choose 1 to 20")
-        if not 0 <= self.tail <= 4:
-            problems.append(f"tail is {self.tail}: choose 0 to 4")
-        if self.seed < 0:
-            problems.append(f"seed is {self.seed}: choose 0 or more")
+        ranges = {
+            "categories": (2, len(SILHOUETTES)),
+            "size": (48, 1024),
+            "most_objects": (1, 20),
+            "tail": (0, 4),
+            "seed": (0, sys.maxsize),
+        }
+        problems = [
+            f"{key} is {getattr(self, key)}: choose {low} to {high}"
+            for key, (low, high) in ranges.items()
+            if not low <= getattr(self, key) <= high
+        ]
         for split, count in zip(SPLITS, (self.train_images, self.val_images), strict=True):
             if count < self.categories:
                 problems.append(
-                    f"{split} has {count} images: at least {self.categories} are needed for each "
-                    "category to occur"
+                    f"{split} has {count} images: give {self.categories} or more, so that each "
+                    "category occurs"
                 )
         if problems:
-            raise InputError.listing("These options give no data set:", problems)
+            raise InputError.listing("these options give no data set:", problems)
 
     def images(self, split: str) -> int:
-        """Returns how many images a split has."""
+        """Number of images of a split."""
         return self.train_images if split == "train" else self.val_images
 
 
 @dataclass(frozen=True)
 class ShapesPaths:
-    """Where a generated data set lies."""
+    """The files of a generated data set."""
 
     root: Path
 
     def annotations(self, split: str) -> Path:
-        """Returns the split's COCO json."""
+        """The split's COCO file."""
         return self.root / "annotations" / f"instances_{split}.json"
 
     def images(self, split: str) -> Path:
-        """Returns the split's image folder, to which the json's file names are relative."""
+        """The split's image folder, to which the file names are relative."""
         return self.root / "images" / split
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One image with its objects, O of them, in drawing order: later ones lie on top."""
+    """One image with its O objects in drawing order: later ones are on top."""
 
     pixels: np.ndarray  # (size, size, 3) uint8
-    labels: np.ndarray  # (O,) int, places in the list of categories
+    labels: np.ndarray  # (O,) int, indices in the list of categories
     boxes: np.ndarray  # (O, 4) float64 x0 y0 x1 y1, tight around the whole silhouette
     areas: np.ndarray  # (O,) float64, px of the whole silhouette
     hidden: np.ndarray  # (O,) float64, the share that later objects cover
@@ -109,31 +110,29 @@ class Scene:
 def ensure_shapes(
     root: str | os.PathLike[str], options: ShapesOptions | None = None
 ) -> ShapesPaths:
-    """Makes sure that `root` holds the data set of these options, generating it where it does not.
+    """Generates the data set of these options in `root`, unless it is there already.
 
-    The new data set is written beside `root` and renamed when it is whole, so that an interrupted
-    run leaves nothing behind that looks finished.
-
-    Raises:
-        InputError: An option is out of range, or `root` holds something else.
+    A new data set is written beside `root` and renamed when it is complete, so that an interrupted
+    run leaves nothing that looks finished. An option out of range, or a `root` with something else
+    in it, is an `InputError`.
     """
     options = options or ShapesOptions()
     options.check()
     paths = ShapesPaths(Path(root))
-    if _is_whole(paths, options):
+    if _is_complete(paths, options):
         return paths
     if paths.root.exists() and not _is_replaceable(paths.root):
         raise InputError(
-            f"{paths.root} holds something that is not a generated shapes data set; it stays as it "
-            "is. Give another folder or empty this one."
+            f"{paths.root} holds something that is not a generated shapes data set: give another "
+            "folder or empty this one"
         )
     paths.root.parent.mkdir(parents=True, exist_ok=True)
     beside = paths.root.with_name(f".{paths.root.name}.{os.getpid()}.partial")
     outdated = paths.root.with_name(f".{paths.root.name}.{os.getpid()}.outdated")
     try:
         _generate(ShapesPaths(beside), options)
-        # Another process may have finished the same data set meanwhile: theirs is as good.
-        if not _is_whole(paths, options):
+        # Another process may have finished the same data set in the meantime.
+        if not _is_complete(paths, options):
             if paths.root.exists():
                 logger.info("%s: replacing a data set of other options", paths.root)
                 os.rename(paths.root, outdated)
@@ -156,14 +155,14 @@ def category_shares(categories: int, tail: float) -> np.ndarray:
     return shares / shares.sum()
 
 
-def draw_scene(options: ShapesOptions, split: str, number: int) -> Scene:
-    """Draws image `number` (from 0) of a split."""
-    rng = np.random.default_rng((options.seed, SPLITS.index(split), number))
+def draw_scene(options: ShapesOptions, split: str, index: int) -> Scene:
+    """Draws an image of a split."""
+    rng = np.random.default_rng((options.seed, SPLITS.index(split), index))
     outlines = list(SILHOUETTES.values())[: options.categories]
     shares = category_shares(options.categories, options.tail)
     wanted = rng.choice(options.categories, rng.integers(1, options.most_objects + 1), p=shares)
-    if number < options.categories:
-        wanted[0] = number  # the first images show each category once: none is ever missing
+    if index < options.categories:
+        wanted[0] = index  # the first images show each category once, so that none is missing
 
     canvas, tones = draw_background(rng, options.size)
     owner = np.full((options.size, options.size), -1)  # the topmost object of each pixel
@@ -175,10 +174,10 @@ def draw_scene(options: ShapesOptions, split: str, number: int) -> Scene:
     for label in wanted.tolist():
         extent = options.size * _EXTENT[0] * (_EXTENT[1] / _EXTENT[0]) ** rng.random()
         mask = draw_silhouette(outlines[label], extent, angle=rng.random() * 2 * np.pi)
-        place = _find_place(rng, mask, owner, solid, visible)
-        if place is None:
+        position = _find_position(rng, mask, owner, solid, visible)
+        if position is None:
             continue
-        x, y, covered = place
+        x, y, covered = position
         inside = mask.coverage > 0.5
         window = np.s_[y : y + inside.shape[0], x : x + inside.shape[1]]
         colour = pick_colour(rng, [*tones, *(colours[k] for k in np.flatnonzero(covered))])
@@ -203,14 +202,14 @@ def draw_scene(options: ShapesOptions, split: str, number: int) -> Scene:
     )
 
 
-def _find_place(
+def _find_position(
     rng: np.random.Generator,
     mask: Mask,
     owner: np.ndarray,
     solid: np.ndarray,
     visible: np.ndarray,
 ) -> tuple[int, int, np.ndarray] | None:
-    """Looks for a place inside the image where neither the object nor any other is hidden much.
+    """Looks for a position where neither the object nor any other is hidden too much.
 
     Args:
         rng: The image's generator.
@@ -220,24 +219,24 @@ def _find_place(
         visible: (O,) those of them that nothing covers yet.
 
     Returns:
-        The window's left and top and how much of each object it covers there, (O,), or None after
-        many tries in vain.
+        The window's left and top and how much of each object it covers there, (O,), or None if no
+        position is found.
     """
     inside = mask.coverage > 0.5
     height, width = inside.shape
-    most_covered = visible - (1 - _MOST_HIDDEN) * solid
-    for _ in range(_PLACES_TRIED):
+    max_covered = visible - (1 - _MAX_HIDDEN) * solid
+    for _ in range(_MAX_TRIES):
         x = int(rng.integers(0, owner.shape[1] - width + 1))
         y = int(rng.integers(0, owner.shape[0] - height + 1))
         beneath = owner[y : y + height, x : x + width][inside]
         covered = np.bincount(beneath[beneath >= 0], minlength=len(solid))
-        if covered.sum() <= _MOST_HIDDEN * inside.sum() and (covered <= most_covered).all():
+        if covered.sum() <= _MAX_HIDDEN * inside.sum() and (covered <= max_covered).all():
             return x, y, covered
     return None
 
 
 def _generate(paths: ShapesPaths, options: ShapesOptions) -> None:
-    """Writes the whole data set below `paths.root`, its marker last."""
+    """Writes the data set below `paths.root`, its marker last."""
     names = list(SILHOUETTES)[: options.categories]
     categories = [{"id": k, "name": name} for k, name in enumerate(names, start=1)]
     image_id = object_id = 0
@@ -249,11 +248,11 @@ def _generate(paths: ShapesPaths, options: ShapesOptions) -> None:
             paths.images(split).mkdir(parents=True)
             images: list[dict[str, Any]] = []
             annotations: list[dict[str, Any]] = []
-            for number in range(options.images(split)):
-                scene = draw_scene(options, split, number)
+            for index in range(options.images(split)):
+                scene = draw_scene(options, split, index)
                 image_id += 1  # unique over both splits
                 file_name = f"{image_id:06d}.png"
-                # Level 1: the grain leaves little to squeeze out, however long one tries.
+                # Level 1: the grain compresses badly at any level.
                 picture = Image.fromarray(scene.pixels)
                 picture.save(paths.images(split) / file_name, compress_level=1)
                 side = options.size
@@ -293,8 +292,8 @@ def _marker(paths: ShapesPaths, options: ShapesOptions) -> dict[str, Any]:
     }
 
 
-def _is_whole(paths: ShapesPaths, options: ShapesOptions) -> bool:
-    """Tells whether the data set of these options is there, untouched and complete."""
+def _is_complete(paths: ShapesPaths, options: ShapesOptions) -> bool:
+    """Whether the data set of these options is there, unchanged and complete."""
     try:
         marker = json.loads((paths.root / MARKER).read_text(encoding="utf-8"))
         return bool(
@@ -310,5 +309,5 @@ def _is_whole(paths: ShapesPaths, options: ShapesOptions) -> bool:
 
 
 def _is_replaceable(root: Path) -> bool:
-    """Tells whether a folder is empty or was written by this generator."""
+    """Whether a folder is empty or was written by this generator."""
     return root.is_dir() and ((root / MARKER).is_file() or not any(root.iterdir()))

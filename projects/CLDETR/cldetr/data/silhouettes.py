@@ -1,4 +1,4 @@
-"""The outlines of the embedded data set's categories, and how one becomes a mask.
+"""The outlines of the embedded data set's categories, and the drawing of their masks.
 
 An outline is a list of closed polygons around the origin, x to the right and y down. The first is
 filled, the following ones are cut out of it (the hole of a ring). Only the silhouette tells the

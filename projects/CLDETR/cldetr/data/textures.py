@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from PIL import Image
 
-_CONTRAST = 85.0  # the least distance between an object's colour and what lies around it
+_CONTRAST = 85.0  # the minimal distance between an object's colour and those around it
 
 
 def draw_background(rng: np.random.Generator, size: int) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -24,9 +24,9 @@ def draw_background(rng: np.random.Generator, size: int) -> tuple[np.ndarray, li
 
 
 def pick_colour(rng: np.random.Generator, around: list[np.ndarray]) -> np.ndarray:
-    """Picks a random colour, (3,), that stands out from all the colours around it.
+    """Picks a random colour, (3,), that contrasts with all colours around it.
 
-    Some colours leave little room; then the best of the candidates is taken.
+    Where no candidate has enough contrast, the one with the most is taken.
     """
     candidates = rng.uniform(0, 255, (48, 3))
     difference = candidates[:, None] - np.array(around)  # (48, A, 3)
@@ -61,8 +61,8 @@ def _stripes(rng: np.random.Generator, size: int) -> np.ndarray:
 
 def _checks(rng: np.random.Generator, size: int) -> np.ndarray:
     cell = size / rng.uniform(4, 10)
-    place = np.floor((np.arange(size) + rng.random() * cell) / cell)
-    return (place[None, :] + place[:, None]) % 2
+    cells = np.floor((np.arange(size) + rng.random() * cell) / cell)
+    return (cells[None, :] + cells[:, None]) % 2
 
 
 def _clouds(rng: np.random.Generator, size: int) -> np.ndarray:

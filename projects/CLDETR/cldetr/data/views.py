@@ -41,7 +41,7 @@ class View(Dataset):
         data: Mapping[str, CocoData],
         name: str = "",
     ) -> None:
-        """Binds subsets of a scenario to the data sets that they are of.
+        """Binds subsets of a scenario to their data sets.
 
         Args:
             categories: of the scenario.
@@ -87,12 +87,12 @@ class View(Dataset):
         return np.concatenate(sizes) if sizes else np.empty((0, 2), dtype=np.int32)
 
     def datasets(self) -> Iterator[tuple[CocoData, np.ndarray, str]]:
-        """The data sets that the view is of, the labels of their categories (−1: none), names."""
+        """The view's data sets, the labels of their categories (−1: none) and their names."""
         for subset in self._subsets:
             yield subset.data, subset.label_of, subset.source
 
     def digest(self) -> str:
-        """A digest of which images the view has, of which files, with whose labels."""
+        """A digest of the view's images, annotation files and labels."""
         return sha256_json(
             [
                 [
