@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from detectron2.utils import comm
 
 from cldetr.modeling.classification import SigmoidFocal, SoftmaxCE
 from cldetr.modeling.criterion import SetCriterion
@@ -205,3 +206,24 @@ def test_boxes_are_counted_over_all_processes(tmp_path):
         alone = criterion()(*random_problem(counts=(rank + 1,)))["loss_bbox"]
         found = torch.load(tmp_path / f"{rank}.pth")
         assert found == pytest.approx(float(alone.detach()) * (rank + 1) / 1.5, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("world", "elsewhere", "normaliser"),
+    [(1, None, 3.0), (2, 1, 2.0), (2, 0, 1.5), (4, 0, 1.0), (4, 7, 2.5)],
+)
+def test_losses_are_divided_by_the_mean_number_of_boxes_per_process(
+    monkeypatch, world, elsewhere, normaliser
+):
+    def all_reduce(total):
+        total += elsewhere  # in a single process, where there is none, it must not be called
+
+    torch.manual_seed(1)
+    output = DetrOutput(torch.randn(1, 1, 5, 2), torch.rand(1, 1, 5, 4) * 0.4 + 0.2)
+    target = Target(torch.tensor([0, 1, 0]), torch.rand(3, 4) * 0.4 + 0.2)
+    alone = criterion()(output, [target])  # three boxes
+    monkeypatch.setattr(comm, "get_world_size", lambda: world)
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    assert criterion().normaliser([target], torch.device("cpu")).item() == normaliser
+    for name, loss in criterion()(output, [target]).items():
+        torch.testing.assert_close(loss, alone[name] * 3 / normaliser)

@@ -35,7 +35,7 @@ class MSDeformAttn(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Each head starts looking its own way, at points 1, 2 … cells away, weighing equally."""
+        """Starts each head in its own direction, at points 1, 2 … cells away, equally weighted."""
         angles = torch.arange(self.heads, dtype=torch.float32) * (2 * math.pi / self.heads)
         rays = torch.stack([angles.cos(), angles.sin()], dim=-1)
         rays = rays / rays.abs().amax(dim=-1, keepdim=True)  # onto the square's border
@@ -52,24 +52,24 @@ class MSDeformAttn(nn.Module):
         self,
         query: Tensor,
         reference_points: Tensor,
-        memory: Tensor,
+        tokens: Tensor,
         spatial_shapes: Tensor,
         padding: Tensor | None = None,
     ) -> Tensor:
-        """Samples the memory around the reference points.
+        """Samples the cells around the reference points.
 
         Args:
             query: (N, Q, C), with its position added.
             reference_points: (N, Q, L, 2), x and y in [0, 1] of each padded level, or (N, Q, L, 4)
                 with width and height, which then scale the offsets. Float32.
-            memory: (N, S, C).
+            tokens: (N, S, C), the cells of all levels.
             spatial_shapes: (L, 2), height and width of each level, on the CPU.
             padding: (N, S), True where a cell is padding; None where no cell is.
 
         Returns:
             (N, Q, C).
         """
-        value = self.value_proj(memory)
+        value = self.value_proj(tokens)
         if padding is not None:
             value = value.masked_fill(padding[..., None], 0.0)
         value = value.unflatten(-1, (self.heads, -1))  # (N, S, M, D)
@@ -81,22 +81,23 @@ class MSDeformAttn(nn.Module):
         return self.output_proj(ms_deform_attn(value, spatial_shapes, locations, weights))
 
     def _locations(self, query: Tensor, reference_points: Tensor, spatial_shapes: Tensor) -> Tensor:
-        """Where to sample, (N, Q, M, L, P, 2): reference points plus offsets.
+        """Sampling locations, (N, Q, M, L, P, 2): reference points plus offsets.
 
         In float32, whatever autocast says: a location in bfloat16 is off by several cells.
         """
         layer = self.sampling_offsets
         shape = (self.heads, self.levels, self.points, 2)
-        places = reference_points[:, :, :, None, :2].expand(-1, -1, -1, self.points, -1)
+        centres = reference_points[:, :, :, None, :2].expand(-1, -1, -1, self.points, -1)
         if reference_points.shape[-1] == 2:
             # Offsets count cells. Dividing the weights by the levels' sizes, and not the offsets,
             # spares a pass over what is among the encoder's largest tensors.
             cells = spatial_shapes.flip(-1).float()[:, None].expand(shape)
-            unit = cells.reciprocal().flatten().to(query.device)  # (M·L·P·2,)
+            unit = cells.reciprocal().flatten()  # (M·L·P·2,)
+            unit = unit.to(query.device, non_blocking=True)
             offsets = F.linear(query, layer.weight * unit[:, None], layer.bias * unit).float()
         else:
             sizes = reference_points[:, :, None, :, None, 2:] * (0.5 / self.points)
             offsets = (layer(query).float().unflatten(-1, shape) * sizes).flatten(2)
         # Rows of L·P·2 numbers, which all heads share: long enough to add quickly.
-        rows = offsets.unflatten(-1, (self.heads, -1)).add_(places.flatten(2)[:, :, None])
+        rows = offsets.unflatten(-1, (self.heads, -1)).add_(centres.flatten(2)[:, :, None])
         return rows.unflatten(-1, shape[1:])

@@ -27,7 +27,7 @@ def sine_embedding(position: Tensor, dim: int, temperature: float = 10000.0) -> 
 def sine_position_map(
     valid: Tensor, shape: tuple[int, int], dim: int, offset: float = -0.5
 ) -> Tensor:
-    """Embeds the place of every cell of a feature map within its image.
+    """Embeds the position of every cell of a feature map within its image.
 
     The image covers the top left `valid` cells of the map; the rest is padding, where the result is
     finite and without meaning. Rows and columns are embedded apart, on H + W numbers and not H·W.
@@ -52,5 +52,5 @@ def sine_position_map(
 def _axis_embedding(valid: Tensor, cells: int, dim: int, offset: float) -> Tensor:
     count = torch.arange(1, cells + 1, device=valid.device, dtype=torch.float32)
     last = valid.float()[:, None]  # (B, 1)
-    place = (torch.minimum(count, last) + offset) / (last + 1e-6) * (2 * math.pi)  # (B, cells)
-    return sine_embedding(place, dim)
+    position = (torch.minimum(count, last) + offset) / (last + 1e-6) * (2 * math.pi)  # (B, cells)
+    return sine_embedding(position, dim)

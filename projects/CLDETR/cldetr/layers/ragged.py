@@ -1,4 +1,4 @@
-"""Rows of different numbers per image, side by side in one tensor.
+"""Rows of several images, a different number for each, as one padded tensor.
 
 `torch.nn.utils.rnn.pad_sequence` does the same, image by image.
 """
@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 
-def row_places(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The image and the place within it of rows that lie one image after the other.
+def row_indices(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the image of each row and the row's index in it, for rows sorted by image.
 
     Args:
         counts: how many rows each image has.
-        device: where the results shall be.
+        device: of the results.
 
     Returns:
         (N,) and (N,), N rows of all images.
@@ -24,11 +24,12 @@ def row_places(counts: Sequence[int], device: torch.device) -> tuple[Tensor, Ten
     sizes = torch.tensor(counts)
     images = torch.arange(len(counts)).repeat_interleave(sizes)
     starts = (sizes.cumsum(0) - sizes)[images]
-    return images.to(device), (torch.arange(len(images)) - starts).to(device)
+    rows = torch.arange(len(images)) - starts
+    return images.to(device, non_blocking=True), rows.to(device, non_blocking=True)
 
 
-def pad_rows(rows: Tensor, images: Tensor, places: Tensor, counts: Sequence[int]) -> Tensor:
-    """Puts rows (N, …) where `row_places` says, (B, most, …), and zeros elsewhere."""
+def pad_rows(rows: Tensor, images: Tensor, indices: Tensor, counts: Sequence[int]) -> Tensor:
+    """Pads rows (N, …) with zeros to (B, max count, …); `row_indices` says which is whose."""
     padded = rows.new_zeros(len(counts), max(counts, default=0), *rows.shape[1:])
-    padded[images, places] = rows
+    padded[images, indices] = rows
     return padded

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_xyxy_to_cxcywh
-from cldetr.layers.ragged import pad_rows, row_places
+from cldetr.layers.ragged import pad_rows, row_indices
 from cldetr.methods.distill import LOSSES, DistillRule, StudentTeacherOutputs
 from cldetr.methods.pseudo import (
     MergeCounts,
@@ -205,10 +205,10 @@ class Learner(nn.Module):
             [[[width, height] * 2] for height, width in (x.image_size for x in kept)]
         )
         counts = [len(found) for found in kept]
-        images, places = row_places(counts, torch.device("cpu"))
+        images, rows = row_indices(counts, torch.device("cpu"))
 
         def pad(parts: list[Tensor]) -> Tensor:
-            return pad_rows(torch.cat(parts), images, places, counts)
+            return pad_rows(torch.cat(parts), images, rows, counts)
 
         corners = pad([x.pred_boxes.tensor for x in kept]) / sizes  # (B, N, 4)
         known = pad([x.scores for x in kept]).to(usable.device)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_iou
-from cldetr.layers.ragged import pad_rows, row_places
+from cldetr.layers.ragged import pad_rows, row_indices
 from cldetr.modeling.structures import Target
 
 
@@ -192,9 +192,9 @@ def _drop_in_batch(
     if not any(counts) or not any(others):
         return list(pseudos)
     together = _join(pseudos)
-    images, _ = row_places(counts, together.boxes.device)
+    images, _ = row_indices(counts, together.boxes.device)
     corners = box_cxcywh_to_xyxy(torch.cat([truth.boxes for truth in truths]))
-    wanted = pad_rows(corners, *row_places(others, corners.device), others)[images]  # (P, T, 4)
+    wanted = pad_rows(corners, *row_indices(others, corners.device), others)[images]  # (P, T, 4)
     exists = torch.arange(max(others)) < torch.tensor(others)[:, None]
     iou = box_iou(box_cxcywh_to_xyxy(together.boxes)[:, None], wanted)[0][:, 0]
     worst = iou.masked_fill(~exists.to(iou.device)[images], -1.0).amax(dim=1)

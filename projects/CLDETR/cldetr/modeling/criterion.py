@@ -82,8 +82,11 @@ class SetCriterion(nn.Module):
         return losses
 
     def normaliser(self, targets: Sequence[Target], device: torch.device) -> Tensor:
-        """The number of boxes per process, at least 1; all processes must ask for it in a step."""
-        return _mean_over_processes(sum(map(len, targets)), device)
+        """The mean number of boxes per process, at least 1; a collective call in every step."""
+        total = torch.full((), float(sum(map(len, targets))), device=device)
+        if comm.get_world_size() > 1:
+            torch.distributed.all_reduce(total)
+        return (total / comm.get_world_size()).clamp(min=1)
 
     def _losses(
         self,
@@ -119,7 +122,7 @@ def _box_losses(
 ) -> tuple[Tensor, Tensor]:
     """L_box of each layer: L1 and 1 − GIoU of matched boxes, summed, by the number of boxes.
 
-    Without any label both are zero and still hang on the predictions, so that a backward pass
+    Without any label both are zero and yet depend on the predictions, so that a backward pass
     reaches every parameter.
     """
     layers = torch.arange(len(boxes), device=boxes.device)[:, None]
@@ -128,11 +131,3 @@ def _box_losses(
     distance = (predicted - wanted).abs().flatten(1).sum(1)
     giou = paired_giou(box_cxcywh_to_xyxy(predicted), box_cxcywh_to_xyxy(wanted))
     return distance / num_boxes, (1 - giou).sum(1) / num_boxes
-
-
-def _mean_over_processes(count: int, device: torch.device) -> Tensor:
-    """The number of boxes per process, at least 1: the normaliser that all processes share."""
-    total = torch.tensor(float(count), device=device)
-    if comm.get_world_size() > 1:
-        torch.distributed.all_reduce(total)
-    return (total / comm.get_world_size()).clamp(min=1)

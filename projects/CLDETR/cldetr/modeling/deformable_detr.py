@@ -100,11 +100,11 @@ class DeformableDETR(Detector):
         """Predicts logits and boxes with all decoder layers."""
         levels = self._levels(images, self._extract, self.strides)
         transformer = self.transformer
-        memory = transformer.encode(levels)
+        encoded = transformer.encode(levels)
         proposals = None
         if transformer.two_stage:
             proposed = transformer.propose(
-                memory, self.class_embed[-1], self.bbox_embed[-1], self.num_queries
+                encoded, self.class_embed[-1], self.bbox_embed[-1], self.num_queries
             )
             proposals = DetrOutput(proposed.logits[None], proposed.boxes[None])
             query_pos, states = proposed.query_pos, proposed.states
@@ -114,7 +114,7 @@ class DeformableDETR(Detector):
             query_pos, states = queries.split(transformer.dim, dim=-1)
             reference = transformer.reference_points(query_pos).float().sigmoid()
         refine = self.bbox_embed if self.box_refine else None
-        decoded = transformer.decode(memory, states, query_pos, reference, refine)
+        decoded = transformer.decode(encoded, states, query_pos, reference, refine)
         if decoded.boxes is None:
             logits = self.class_embed[0](decoded.states)
             boxes = shift_reference(self.bbox_embed[0](decoded.states), reference)

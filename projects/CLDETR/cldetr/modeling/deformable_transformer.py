@@ -21,8 +21,8 @@ from cldetr.modeling.levels import Levels
 
 
 @dataclass
-class Memory:
-    """The encoder's output and its geometry."""
+class EncoderOutput:
+    """The encoded cells of all levels and their geometry."""
 
     tokens: Tensor  # (B, S, C)
     shapes: Tensor  # (L, 2) height and width, on the CPU
@@ -119,7 +119,7 @@ class DeformableTransformer(nn.Module):
         if not self.two_stage:
             nn.init.zeros_(self.reference_points.bias)
 
-    def encode(self, levels: Levels) -> Memory:
+    def encode(self, levels: Levels) -> EncoderOutput:
         """Runs the encoder over feature maps."""
         valid = levels.valid()  # (B, L, 2)
         padding = levels.padding()
@@ -129,15 +129,15 @@ class DeformableTransformer(nn.Module):
         positions = self._positions(levels.shapes, valid)
         centres = _cell_centres(levels.shapes, valid)
         size = torch.tensor(levels.shapes)  # (L, 2), on the CPU, where the op wants it
-        ratios = valid / size.flip(-1).to(valid.device)
+        ratios = valid / size.flip(-1).to(valid.device, non_blocking=True)
         reference = centres[:, :, None] * ratios[:, None]  # (B or 1, S, L, 2)
         for layer in self.encoder.layers:
             tokens = self._run(layer, tokens, positions, reference, size, padding)
-        return Memory(tokens, size, centres, ratios, padding)
+        return EncoderOutput(tokens, size, centres, ratios, padding)
 
     def decode(
         self,
-        memory: Memory,
+        encoded: EncoderOutput,
         states: Tensor,
         query_pos: Tensor,
         reference: Tensor,
@@ -146,19 +146,19 @@ class DeformableTransformer(nn.Module):
         """Runs the decoder.
 
         Args:
-            memory: what the encoder made.
+            encoded: the output of `encode`.
             states: (B, Q, C), the queries' initial states.
             query_pos: (B, Q, C), their position embeddings.
             reference: (B, Q, 2 or 4) in [0, 1] of the unpadded image: where each query looks.
             refine: box heads, one per layer: each layer's boxes are the next one's references.
-                None: all layers look at the same place.
+                None: all layers have the same references.
         """
         kept, boxes = [], []
         for index, layer in enumerate(self.decoder.layers):
-            scale = memory.valid_ratios[:, None]  # (B or 1, 1, L, 2)
+            scale = encoded.valid_ratios[:, None]  # (B or 1, 1, L, 2)
             if reference.shape[-1] == 4:
                 scale = torch.cat([scale, scale], dim=-1)
-            states = self._run(layer, states, query_pos, reference[:, :, None] * scale, memory)
+            states = self._run(layer, states, query_pos, reference[:, :, None] * scale, encoded)
             kept.append(states)
             if refine is not None:
                 boxes.append(shift_reference(refine[index](states), reference))
@@ -166,24 +166,24 @@ class DeformableTransformer(nn.Module):
         return Decoded(torch.stack(kept), torch.stack(boxes) if boxes else None)
 
     def propose(
-        self, memory: Memory, class_head: nn.Module, box_head: nn.Module, count: int
+        self, encoded: EncoderOutput, class_head: nn.Module, box_head: nn.Module, count: int
     ) -> Proposals:
         """Two-stage: lets every cell propose a box and makes queries of the `count` best."""
-        anchors = self._anchors(memory)  # (B or 1, S, 4)
+        anchors = self._anchors(encoded)  # (B or 1, S, 4)
         unusable = ~((anchors > 0.01) & (anchors < 0.99)).all(dim=-1)
-        if memory.padding is not None:
-            unusable = unusable | memory.padding
-        unusable = unusable.expand(memory.tokens.shape[:2])[..., None]  # (B, S, 1)
-        tokens = memory.tokens.masked_fill(unusable, 0.0)
+        if encoded.padding is not None:
+            unusable = unusable | encoded.padding
+        unusable = unusable.expand(encoded.tokens.shape[:2])[..., None]  # (B, S, 1)
+        tokens = encoded.tokens.masked_fill(unusable, 0.0)
         tokens = self.enc_output_norm(self.enc_output(tokens))
         logits = class_head(tokens)
         # An infinite logit puts the box of an unusable cell at 1, with no gradient.
         base = torch.logit(anchors).masked_fill(unusable, torch.inf)
         unactivated = box_head(tokens).float() + base
         objectness = logits[..., 0].float()
-        if memory.padding is not None:
+        if encoded.padding is not None:
             # Padding must not be chosen: an image alone has none.
-            objectness = objectness.masked_fill(memory.padding, -torch.inf)
+            objectness = objectness.masked_fill(encoded.padding, -torch.inf)
         best = objectness.topk(min(count, objectness.shape[1]), dim=1).indices
         chosen = unactivated.detach().gather(1, best[..., None].expand(-1, -1, 4))
         reference = chosen.sigmoid()
@@ -201,12 +201,13 @@ class DeformableTransformer(nn.Module):
         ]
         return torch.cat(maps, dim=1)
 
-    def _anchors(self, memory: Memory) -> Tensor:
+    def _anchors(self, encoded: EncoderOutput) -> Tensor:
         """A square around every cell, larger on coarser levels, (B or 1, S, 4)."""
-        cells = memory.shapes.prod(dim=1)
+        cells = encoded.shapes.prod(dim=1)
         side = 0.05 * 2.0 ** torch.arange(len(cells))
-        sides = torch.repeat_interleave(side, cells)[None, :, None].to(memory.centres.device)
-        return torch.cat([memory.centres, sides.expand(*memory.centres.shape[:2], 2)], dim=-1)
+        sides = torch.repeat_interleave(side, cells)[None, :, None]
+        sides = sides.to(encoded.centres.device, non_blocking=True)
+        return torch.cat([encoded.centres, sides.expand(*encoded.centres.shape[:2], 2)], dim=-1)
 
     def _run(self, layer: nn.Module, *args: Any) -> Tensor:
         if self.checkpointing and self.training and torch.is_grad_enabled():
@@ -244,7 +245,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Self-attention of the queries, deformable attention to the memory, feed-forward; post-norm.
+    """Self-attention of the queries, deformable attention to the cells, feed-forward; post-norm.
 
     The norms are numbered as in the official implementation: the self-attention's is `norm2`.
     """
@@ -263,14 +264,14 @@ class DecoderLayer(nn.Module):
         self.dropout = dropout
 
     def forward(
-        self, states: Tensor, query_pos: Tensor, reference: Tensor, memory: Memory
+        self, states: Tensor, query_pos: Tensor, reference: Tensor, encoded: EncoderOutput
     ) -> Tensor:
         """(B, Q, C) → (B, Q, C)."""
         query = states + query_pos
         attended = self.self_attn(query, query, states, need_weights=False)[0]
         states = self.norm2(add_dropout(states, attended, self.dropout, self.training))
         attended = self.cross_attn(
-            states + query_pos, reference, memory.tokens, memory.shapes, memory.padding
+            states + query_pos, reference, encoded.tokens, encoded.shapes, encoded.padding
         )
         states = self.norm1(add_dropout(states, attended, self.dropout, self.training))
         fed = feed_forward(states, self.linear1, self.linear2, self.dropout, self.training)

@@ -90,7 +90,7 @@ class Detector(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where the detector computes."""
+        """The device of the weights."""
         return self.pixel_mean.device
 
     def forward(
@@ -118,8 +118,8 @@ class Detector(nn.Module):
         multiple = max(self.backbone.size_divisibility, 1)
         height, width = (-(-max(side) // multiple) * multiple for side in zip(*sizes, strict=True))
         tensor = self.pixel_mean.new_zeros(len(images), len(self.pixel_mean), height, width)
-        for image, (h, w), place in zip(images, sizes, tensor, strict=True):
-            place[:, :h, :w] = (image - self.pixel_mean) / self.pixel_std
+        for image, (h, w), padded in zip(images, sizes, tensor, strict=True):
+            padded[:, :h, :w] = (image - self.pixel_mean) / self.pixel_std
         return ImageBatch(tensor, sizes)
 
     def targets(self, batched_inputs: Sequence[dict[str, Any]]) -> list[Target]:
@@ -214,26 +214,26 @@ class Detector(nn.Module):
         classes = self.visible_classes.nonzero().flatten()
         scores = scores[..., classes]
         results = []
-        for index, (height, width) in enumerate(images.sizes):
-            score, query, place = self._best(scores[index])
-            corners = boxes[index, query] * boxes.new_tensor([width, height, width, height])
+        for image, (height, width) in enumerate(images.sizes):
+            score, query, index = self._best(scores[image])
+            corners = boxes[image, query] * boxes.new_tensor([width, height, width, height])
             result = Instances(
                 (height, width),
                 pred_boxes=Boxes(corners),
                 scores=score,
-                pred_classes=classes[place],
+                pred_classes=classes[index],
             )
-            entry = batched_inputs[index]
+            entry = batched_inputs[image]
             size = entry.get("height", height), entry.get("width", width)
             results.append({"instances": detector_postprocess(result, *size)})
         return results
 
     def _best(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The best scores of one image (Q, k), with their queries and places in the k classes."""
+        """The best scores of one image (Q, k), with the indices of their queries and classes."""
         if self.one_class_per_query and scores.shape[1]:
-            scores, places = scores.max(dim=1)
+            scores, best = scores.max(dim=1)
             score, query = scores.topk(min(self.detections_per_image, len(scores)))
-            return score, query, places[query]
+            return score, query, best[query]
         width = max(scores.shape[1], 1)
         score, pair = scores.flatten().topk(min(self.detections_per_image, scores.numel()))
         return score, pair // width, pair % width
@@ -253,7 +253,7 @@ class Detector(nn.Module):
 
 def is_finite(output: DetrOutput) -> bool:
     """Whether all predictions are finite numbers."""
-    return bool(torch.isfinite(output.logits).all() and torch.isfinite(output.boxes).all())
+    return bool(torch.isfinite(output.logits).all() & torch.isfinite(output.boxes).all())
 
 
 def _nan_losses(output: DetrOutput) -> dict[str, Tensor]:

@@ -135,7 +135,7 @@ class EncoderLayer(_Layer):
 
 
 class DecoderLayer(_Layer):
-    """Self-attention of the queries, attention to the memory, then a feed-forward network."""
+    """Self-attention of the queries, attention to the cells, then a feed-forward network."""
 
     def __init__(self, dim: int, *, heads: int, dropout: float, **block: Any) -> None:
         super().__init__(dim, dropout=dropout, **block)
@@ -149,7 +149,7 @@ class DecoderLayer(_Layer):
         self,
         states: Tensor,
         query_pos: Tensor,
-        memory: Tensor,
+        tokens: Tensor,
         positions: Tensor,
         padding: Tensor | None,
     ) -> Tensor:
@@ -157,11 +157,11 @@ class DecoderLayer(_Layer):
         states = self._add(
             states, self.norm1, lambda x: _attend(self.self_attn, x + query_pos, None, x, None)
         )
-        key = memory + positions
+        key = tokens + positions
         states = self._add(
             states,
             self.norm2,
-            lambda x: _attend(self.multihead_attn, x + query_pos, key, memory, padding),
+            lambda x: _attend(self.multihead_attn, x + query_pos, key, tokens, padding),
         )
         return self._add(states, self.norm3, self._feed_forward)
 

@@ -43,7 +43,7 @@ class Levels:
     def valid(self) -> Tensor:
         """Width and height in cells of each image in each level, (B, L, 2) in float32."""
         extents = torch.tensor(self.extents, dtype=torch.float32)  # (L, B, 2) height, width
-        return extents.transpose(0, 1).flip(-1).to(self.maps[0].device)
+        return extents.transpose(0, 1).flip(-1).to(self.maps[0].device, non_blocking=True)
 
     def padding(self) -> Tensor | None:
         """(B, S), True at padding; None if there is none."""
@@ -84,9 +84,11 @@ def extract_levels(
         by_size.setdefault(size, []).append(index)
     groups = []
     for (height, width), members in by_size.items():
-        tensor = images.tensor if len(by_size) == 1 else images.tensor[members]
         height, width = _round_up(height, divisibility), _round_up(width, divisibility)
-        groups.append(extract(tensor[..., :height, :width]))
+        tensor = images.tensor[..., :height, :width]
+        if len(by_size) > 1:  # a list as index would make a GPU's host wait
+            tensor = torch.stack([tensor[index] for index in members])
+        groups.append(extract(tensor))
     order = [index for members in by_size.values() for index in members]
     return Levels([_pad_and_join(list(maps), order) for maps in zip(*groups, strict=True)], extents)
 
@@ -119,8 +121,8 @@ def _pad_and_join(maps: list[Tensor], order: list[int]) -> Tensor:
     joined = torch.cat([F.pad(x, (0, width - x.shape[-1], 0, height - x.shape[-2])) for x in maps])
     if order == sorted(order):
         return joined
-    places = torch.tensor(order).argsort().to(joined.device)
-    return joined.index_select(0, places)
+    inverse = torch.tensor(order).argsort().to(joined.device, non_blocking=True)
+    return joined.index_select(0, inverse)
 
 
 def _round_up(length: int, multiple: int) -> int:

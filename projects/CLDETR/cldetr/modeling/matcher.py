@@ -15,7 +15,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, paired_giou
-from cldetr.layers.ragged import pad_rows, row_places
+from cldetr.layers.ragged import pad_rows, row_indices
 from cldetr.modeling.classification import Classification
 from cldetr.modeling.structures import DetrOutput, Target
 
@@ -53,8 +53,10 @@ class Matcher:
         """
         device = output.logits.device
         counts = [len(target) for target in targets]
-        images = torch.repeat_interleave(torch.arange(len(targets)), torch.tensor(counts))
-        cost = self._cost(output, targets, images.to(device), class_mask)  # (N, L, Q)
+        images, _ = row_indices(counts, torch.device("cpu"))
+        cost = self._cost(
+            output, targets, images.to(device, non_blocking=True), class_mask
+        )  # (N, L, Q)
         host = cost.cpu().numpy()
         _check_finite(host, images)
         layers = host.shape[1]
@@ -70,11 +72,12 @@ class Matcher:
                 labels[layer].append(rows + start)
             start += counts[image]
             pairs.append(np.full(min(block.shape[0], block.shape[2]), image))
-        return Matches(
-            images=torch.from_numpy(np.concatenate(pairs)).to(device),
-            queries=torch.from_numpy(np.stack([np.concatenate(x) for x in queries])).to(device),
-            labels=torch.from_numpy(np.stack([np.concatenate(x) for x in labels])).to(device),
+        arrays = (
+            np.concatenate(pairs),
+            np.stack([np.concatenate(x) for x in queries]),
+            np.stack([np.concatenate(x) for x in labels]),
         )
+        return Matches(*(torch.from_numpy(x).to(device, non_blocking=True) for x in arrays))
 
     def _cost(
         self,
@@ -103,10 +106,10 @@ class Matcher:
         cost = self.classification.cost(prepared).transpose(0, 1)  # (B, L, Q, C)
         rows = torch.cat([target.distribution(cost.shape[-1]) for target in targets])
         counts = [len(target) for target in targets]
-        _, places = row_places(counts, images.device)
-        labels = pad_rows(rows, images, places, counts)  # (B, T, C): one product of all images
+        _, indices = row_indices(counts, images.device)
+        labels = pad_rows(rows, images, indices, counts)  # (B, T, C): one product of all images
         products = labels @ cost.flatten(1, 2).transpose(1, 2)  # (B, T, L·Q)
-        return products[images, places].unflatten(1, cost.shape[1:3])
+        return products[images, indices].unflatten(1, cost.shape[1:3])
 
 
 def _per_label(boxes: Tensor, images: Tensor) -> Tensor:

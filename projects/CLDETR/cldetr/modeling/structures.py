@@ -61,9 +61,12 @@ class Target:
         return self.probs.float()
 
     def to(self, device: torch.device) -> Target:
-        """Copies the target to `device`."""
-        probs = None if self.probs is None else self.probs.to(device)
-        return Target(self.labels.to(device), self.boxes.to(device), probs)
+        """Copies the target to `device`; only from a GPU the host waits for the numbers."""
+        free = device.type != "cpu"
+        labels = self.labels.to(device, non_blocking=free)
+        boxes = self.boxes.to(device, non_blocking=free)
+        probs = None if self.probs is None else self.probs.to(device, non_blocking=free)
+        return Target(labels, boxes, probs)
 
 
 @dataclass
@@ -87,7 +90,7 @@ def padding_mask(
         (B, H, W) bool, True outside.
     """
     height, width = shape
-    extents = torch.tensor(sizes).view(-1, 2, 1, 1).to(device)  # (B, 2, 1, 1)
+    extents = torch.tensor(sizes).view(-1, 2, 1, 1).to(device, non_blocking=True)
     rows = torch.arange(height, device=device)[:, None] >= extents[:, 0]  # (B, H, 1)
     columns = torch.arange(width, device=device) >= extents[:, 1]  # (B, 1, W)
     return rows | columns
