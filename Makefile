@@ -36,14 +36,9 @@ format: setup ## put the code in style
 demo: setup ## the main job on the embedded data set: under ten minutes on two cores
 	$(BIN)/cldetr demo
 
-# The rows of docs/ablation.md; the others are held against the first.
-ABLATION := cldetr completion completion_soft finetune lwf joint_matching dkd dkd_er joint icarl \
-	erd er_random er_herding er_adaptive kl_instances hard_labels released kd_oracle \
-	calibration_oracle cached
-
 ablation: setup ## the paper's ablation on the embedded data set, three orders: hours, resumable
 	$(BIN)/cldetr shapes --out datasets/shapes
-	$(BIN)/cldetr sweep $(ABLATION:%=configs/ablation/%.yaml) --seeds 0 1 2 --share-first \
+	$(BIN)/cldetr sweep --table ablation --seeds 0 1 2 --share-first \
 		--out output/ablation --set SCENARIO.ORDER seed LOG_PERIOD 100
 
 bench: setup ## the benchmarks, as the table of docs/performance.md: half an hour on a free core
