@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,11 +23,14 @@ from PIL import Image
 
 from cldetr.data.coco import load_coco
 from cldetr.data.datasets import (
+    READERS,
     read_dataset,
     register_exemplars,
     register_views,
+    unregister_views,
     view_name,
 )
+from cldetr.data.registered import data_from_dicts
 from cldetr.errors import InputError
 from cldetr.evaluation.evaluator import IncrementalEvaluator
 from cldetr.scenario import BASE, make_scenario, make_separate_scenario
@@ -110,6 +114,26 @@ def test_a_name_that_is_not_registered_gets_suggestions():
 def test_a_file_without_an_image_folder_is_told_how_to_name_it():
     with pytest.raises(InputError, match=r"write some/a\.json:IMAGE_FOLDER"):
         read_dataset("some/a.json")
+
+
+def test_another_format_takes_a_reader_in_the_table(tmp_path, monkeypatch):
+    def read_csv(path, image_root, *, name=None, **options):
+        dicts = []
+        for index, line in enumerate(Path(path).read_text().splitlines()):
+            file_name, category, *box = line.split(",")
+            annotation = {"bbox": [*map(float, box)], "bbox_mode": BoxMode.XYXY_ABS}
+            annotation["category_id"] = ["cat", "dog"].index(category)
+            changes = {"file_name": f"{image_root}/{file_name}", "annotations": [annotation]}
+            dicts.append(entry(tmp_path, index, **changes))
+        return data_from_dicts(name or path, dicts, ["cat", "dog"], **options)
+
+    monkeypatch.setitem(READERS, ".csv", read_csv)
+    path = write(tmp_path / "a.csv", "x.jpg,dog,1,2,30,40\ny.jpg,cat,-5,2,30,40\n")
+    data = read_dataset(f"{path}:{tmp_path / 'images'}")
+    assert data.boxes.tolist() == [[1, 2, 29, 38], [0, 2, 30, 38]]
+    assert data.image_path(0) == tmp_path / "images" / "x.jpg"
+    with pytest.raises(InputError, match=r"a\.csv:IMAGE_FOLDER"):
+        read_dataset(str(path))
 
 
 def test_a_registered_function_is_called(tmp_path):
@@ -309,6 +333,11 @@ def test_registering_again_is_fine_unless_it_is_something_else(toy):
         register_exemplars(scenario, sets, "again", {1: ids[:4]})
     with pytest.raises(InputError, match="no exemplars"):
         register_exemplars(scenario, sets, "again", {})
+    register_views(scenario, sets, sets, "again2")
+    unregister_views("again")
+    left = [name for name in DatasetCatalog.list() if name.startswith("cldetr/again")]
+    assert all(name.startswith("cldetr/again2/") for name in left)
+    register_views(other, sets, sets, "again")
 
 
 # Detectron2's own tools on what was registered

@@ -89,7 +89,6 @@ def test_an_empty_view_has_nothing_in_it(toy):
     view = View(scenario.categories, [], {BASE: data})
     assert len(view) == 0
     assert view.image_ids.shape == (0,)
-    assert view.sizes.shape == (0, 2)
 
 
 def test_separate_data_sets_meet_under_common_labels(tmp_path):

@@ -10,13 +10,15 @@ A run registers, below `cldetr/<run directory>/`,
     test1, test2 …            all test images with the classes seen so far
 
 with metadata, so that Detectron2's loaders, `Visualizer` and `COCOEvaluator` take them by name.
+(Where data sets with the same image ids share a view, that evaluator cannot tell them apart; the
+run's own can.)
 """
 
 from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +35,15 @@ from cldetr.files import sha256_json
 from cldetr.scenario import AnnotatedSubset, Scenario
 
 
+def _read_coco(path: str, image_root: str, **options: Any) -> CocoData:
+    return load_coco(path, image_root, cache_dir=cache_folder(path), **options)
+
+
+# Readers of files, by the ending of their names. To add a format, write a function with the same
+# arguments and enter it here; `data_from_dicts` makes a `CocoData` of Detectron2's dictionaries.
+READERS: dict[str, Callable[..., CocoData]] = {".json": _read_coco}
+
+
 def read_dataset(reference: str, *, bad_boxes: str = "stop", trim: bool = True) -> CocoData:
     """Reads the annotations of a data set.
 
@@ -40,14 +51,17 @@ def read_dataset(reference: str, *, bad_boxes: str = "stop", trim: bool = True) 
         reference: `ANNOTATIONS.json:IMAGE_FOLDER`, or the name of a data set that is registered
             with Detectron2. COCO files are read by this package; of other data sets, such as
             `voc_2007_trainval`, the registered function is called.
-        bad_boxes: "stop" at boxes that make no sense, or "drop" and count them.
+        bad_boxes: "stop" at malformed boxes, or "drop" and count them.
         trim: cut boxes to their image, as for training; see `load_coco`.
     """
-    head, mark, folder = reference.partition(".json:")
-    if mark:
-        return _read_file(f"{head}.json", folder, None, bad_boxes, trim)
-    if reference.endswith(".json"):
-        raise InputError(f"{reference} says nothing of the images: write {reference}:IMAGE_FOLDER")
+    for ending, read in READERS.items():
+        path, found, folder = reference.partition(f"{ending}:")
+        if found:
+            return read(f"{path}{ending}", folder, bad_boxes=bad_boxes, trim=trim)
+        if reference.endswith(ending):
+            raise InputError(
+                f"{reference} does not name the image folder: write {reference}:IMAGE_FOLDER"
+            )
     if reference not in DatasetCatalog:
         near = difflib.get_close_matches(reference, DatasetCatalog.keys(), n=3)
         hint = f"do you mean {', '.join(near)}?" if near else "register it first"
@@ -60,7 +74,8 @@ def read_dataset(reference: str, *, bad_boxes: str = "stop", trim: bool = True) 
     is_coco = hasattr(metadata, "json_file") and hasattr(metadata, "image_root")
     if is_coco and metadata.get("evaluator_type", "coco") == "coco":
         json_file = PathManager.get_local_path(os.fspath(metadata.json_file))
-        return _read_file(json_file, os.fspath(metadata.image_root), reference, bad_boxes, trim)
+        image_root = os.fspath(metadata.image_root)
+        return _read_coco(json_file, image_root, name=reference, bad_boxes=bad_boxes, trim=trim)
     try:
         dicts = list(DatasetCatalog.get(reference))
     except Exception as error:
@@ -71,15 +86,6 @@ def read_dataset(reference: str, *, bad_boxes: str = "stop", trim: bool = True) 
         ) from error
     return data_from_dicts(
         reference, dicts, metadata.get("thing_classes"), bad_boxes=bad_boxes, trim=trim
-    )
-
-
-def _read_file(
-    json_file: str, image_root: str, name: str | None, bad_boxes: str, trim: bool
-) -> CocoData:
-    cache = cache_folder(json_file)
-    return load_coco(
-        json_file, image_root, name=name, bad_boxes=bad_boxes, trim=trim, cache_dir=cache
     )
 
 

@@ -75,17 +75,6 @@ class View(Dataset):
         ids = [subset.data.image_ids[subset.indices] for subset in self._subsets]
         return np.concatenate(ids) if ids else np.empty(0, dtype=np.int64)
 
-    @property
-    def sizes(self) -> np.ndarray:
-        """Width and height of each image, (I, 2), for batching by shape without opening files."""
-        sizes = [
-            np.stack(
-                [subset.data.widths[subset.indices], subset.data.heights[subset.indices]], axis=1
-            )
-            for subset in self._subsets
-        ]
-        return np.concatenate(sizes) if sizes else np.empty((0, 2), dtype=np.int32)
-
     def datasets(self) -> Iterator[tuple[CocoData, np.ndarray, str]]:
         """The view's data sets, the labels of their categories (−1: none) and their names."""
         for subset in self._subsets:
