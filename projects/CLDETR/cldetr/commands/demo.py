@@ -8,14 +8,14 @@ import subprocess
 import time
 from pathlib import Path
 
+from cldetr.config import load_config
+from cldetr.config_files import find_config
 from cldetr.data.shapes import ensure_shapes
-from cldetr.engine.results import format_table, load_results
-from cldetr.engine.sweep import Job
+from cldetr.engine.sweep import Job, make_job
 from cldetr.errors import InputError
+from cldetr.evaluation.results import format_table, load_results
 from cldetr.report.comparison import write_comparison
 from cldetr.report.rundir import read_run
-
-_CONFIGS = Path(__file__).parents[4] / "configs"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,10 +33,8 @@ def run(args: argparse.Namespace) -> int:
     """
     begin = time.monotonic()
     ensure_shapes("datasets/shapes")
-    ours = Job("cldetr", _CONFIGS / "shapes_completion.yaml", 0, args.out / "cldetr")
-    plain = Job(
-        "finetune", _CONFIGS / "shapes_finetune.yaml", 0, args.out / "finetune", ours.folder
-    )
+    ours = _job("cldetr", "shapes_completion", args.out)
+    plain = _job("finetune", "shapes_finetune", args.out, "MODEL.DETECTOR", str(ours.first_model))
     if not ours.finished or not plain.finished:
         _train(ours, plain)
     for job in (plain, ours):
@@ -51,17 +49,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _job(name: str, config: str, out: Path, *overrides: str) -> Job:
+    return make_job(name, load_config(str(find_config(config)), overrides), out / name)
+
+
 def _train(ours: Job, plain: Job) -> None:
     """Runs both jobs, CL-DETR on the console and fine-tuning into a file."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     plain.folder.mkdir(parents=True, exist_ok=True)
     print(f"CL-DETR trains in {ours.folder}; fine-tuning follows beside it in {plain.folder}")
-    first_phase = ours.folder / "phase1/train/stage.json"
     with open(plain.folder / "console.txt", "ab") as console:
         running = {ours: subprocess.Popen(ours.command(), env=env)}
         try:
             while any(process.poll() is None for process in running.values()):
-                if plain not in running and first_phase.exists():
+                if plain not in running and ours.first_model.with_name("stage.json").exists():
                     running[plain] = subprocess.Popen(
                         plain.command(), env=env, stdout=console, stderr=subprocess.STDOUT
                     )

@@ -7,24 +7,10 @@ from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 
-from cldetr.report.plotting import (
-    GAINED,
-    INK,
-    LINE,
-    LOST,
-    MUTED,
-    Key,
-    Panel,
-    Plot,
-    draw_amounts,
-    mark_rows,
-    name_rows,
-    row_panels,
-    signed,
-    style_of,
-)
+from cldetr.report import plotting
+from cldetr.report.plotting import INK, LINE, Key, Panel, Plot, beside, signed, style_of
 from cldetr.report.rundir import Run
-from cldetr.report.tables import SETS, Change, Group, category_changes, mean_of
+from cldetr.report.tables import SETS, Group, category_changes, mean_of
 
 
 def ap_over_phases(groups: Sequence[Group]) -> Plot | None:
@@ -34,11 +20,9 @@ def ap_over_phases(groups: Sequence[Group]) -> Plot | None:
         return None
     panels = [
         Panel(f"AP on {name} categories", functools.partial(_draw_phases, groups, name, last))
-        for name in SETS
+        for name in (SETS if last > 1 else SETS[:1])  # in phase 1 nothing is old and all is new
         if any(group.curve(name) for group in groups)
     ]
-    if last == 1:  # nothing is old yet and all is new
-        panels = panels[:1]
     text = (
         "After each phase, in percent. New: learnt in this phase. Old: learnt in earlier ones; the "
         "curve begins with what the first phase reached."
@@ -50,16 +34,11 @@ def ap_over_phases(groups: Sequence[Group]) -> Plot | None:
 
 def final_ap(groups: Sequence[Group]) -> Plot | None:
     """Bars of the AP that runs end with, and of what they forgot."""
-    measures = [
-        (f"Final AP, {name} categories", [group.finals(name) for group in groups]) for name in SETS
-    ]
-    measures.append(
-        ("Forgetting (FPP, less is better)", [group.numbers("fpp") for group in groups])
-    )
-    height = 70 + 30 * len(groups)
+    measures = {f"Final AP, {name} categories": [x.finals(name) for x in groups] for name in SETS}
+    measures["Forgetting (FPP, less is better)"] = [group.numbers("fpp") for group in groups]
     panels = [
-        Panel(title, functools.partial(_draw_bars, groups, values), height)
-        for title, values in measures
+        Panel(title, functools.partial(_draw_means, groups, values), 70 + 30 * len(groups))
+        for title, values in measures.items()
         if any(values)
     ]
     if not panels:
@@ -77,29 +56,29 @@ def category_change_plot(run: Run) -> Plot | None:
     """Per category: what later phases did to its AP, and the AP of those learnt last."""
     if run.results is None:
         return None
-    changes = category_changes(run.results)
-    last = max(change.phase for change in changes)
-    old = [change for change in changes if change.phase < last and change.difference is not None]
-    new = [change for change in changes if change.phase == last and change.last is not None]
-    old.sort(key=lambda change: (change.difference, change.name))
-    new.sort(key=lambda change: (-(change.last or 0.0), change.name))
-    limit = max((abs(change.difference or 0.0) for change in old), default=0.0)
-    top = max((change.last or 0.0 for change in new), default=0.0)
-    panels = row_panels(
-        "Change of AP since learnt", old, lambda rows, ax: _draw_changes(rows, limit, ax)
+    changes, last = category_changes(run.results), run.results["phases"][-1]["phase"]
+    old = [(x.difference, x.name) for x in changes if x.phase < last and x.difference is not None]
+    new = [(-x.last, x.name) for x in changes if x.phase == last and x.last is not None]
+    panels = plotting.bar_panels(
+        "Change of AP since learnt",
+        [(name, value) for value, name in sorted(old)],
+        functools.partial(signed, plus=True),
+        "points of AP",
     )
-    panels += row_panels(
-        f"AP of categories of phase {last}", new, lambda rows, ax: _draw_learnt(rows, top, ax)
+    panels += plotting.bar_panels(
+        f"AP of categories of phase {last}",
+        [(name, -value) for value, name in sorted(new)],
+        signed,
+        "AP (%)",
     )
-    if not panels:
-        return None
     text = (
         "Forgotten and learnt: AP after the last phase less the AP after the phase that taught the "
         "category, in points; those of the last phase with their AP."
         if old
         else "AP after the first phase, in percent."
     )
-    return Plot("category_change", "What was forgotten, what was learnt", text, panels)
+    title = "What was forgotten, what was learnt"
+    return Plot("category_change", title, text, panels) if panels else None
 
 
 def comparison_by_category(groups: Sequence[Group]) -> Plot | None:
@@ -113,47 +92,34 @@ def comparison_by_category(groups: Sequence[Group]) -> Plot | None:
                     if scores["AP"] is not None:
                         values.setdefault(name, []).append(scores["AP"])
         finals.append({name: sum(found) / len(found) for name, found in values.items()})
-    names = sorted({name for final in finals for name in final})
-    # The categories on which the runs differ most come first.
-    spread = {
-        name: max(known) - min(known)
-        for name in names
-        if (known := [final[name] for final in finals if name in final])
-    }
-    names.sort(key=lambda name: (-spread[name], name))
-    if not names or len(groups) < 2:
+    known: dict[str, list[float]] = {}
+    for name, value in (item for final in finals for item in final.items()):
+        known.setdefault(name, []).append(value)
+    if not known or len(groups) < 2:
         return None
-    panels = row_panels(
-        "Final AP by category",
-        names,
-        lambda rows, ax: _draw_category_dots(groups, finals, rows, ax),
-    )
+    names = sorted(known, key=lambda name: (min(known[name]) - max(known[name]), name))
+    draw = functools.partial(_draw_category_dots, finals)
+    panels = plotting.row_panels("Final AP by category", names, draw)
     text = "AP in percent after the last phase; categories on which the runs differ most first."
     return Plot("final_ap_by_category", "Category by category", text, panels, _legend(groups))
 
 
 def _draw_phases(groups: Sequence[Group], name: str, last: int, ax: Axes) -> None:
     highest = 0.0
+    # New categories are other ones in each phase: no line joins them.
+    line = "none" if name == "new" else "-"
     for index, group in enumerate(groups):
         points = group.curve(name)
         if not points:
             continue
         phases, means = [phase for phase, _ in points], [mean for _, mean in points]
         colour, marker = style_of(index)
-        # New categories are other ones in each phase: no line joins them.
-        line = "none" if name == "new" else "-"
         ax.plot(phases, means, color=colour, marker=marker, markersize=5, linestyle=line)
         highest = max(highest, *means)
         if len(groups) == 1:
             for phase, mean, above in zip(phases, means, _label_above(means), strict=True):
-                ax.annotate(
-                    f"{mean:.1f}",
-                    (phase, mean),
-                    xytext=(0, 7 if above else -7),
-                    textcoords="offset points",
-                    ha="center",
-                    va="bottom" if above else "top",
-                )
+                shift, side = (7, "bottom") if above else (-7, "top")
+                beside(ax, (phase, mean), f"{mean:.1f}", (0, shift), ha="center", va=side)
     ax.set_xlim(0.6, last + 0.4)
     ax.set_ylim(0, min(max(highest * 1.22, 1.0), 105))
     ax.set_xticks(range(1, last + 1))
@@ -161,66 +127,34 @@ def _draw_phases(groups: Sequence[Group], name: str, last: int, ax: Axes) -> Non
     ax.set_ylabel("AP (%)")
 
 
-def _draw_bars(groups: Sequence[Group], values: Sequence[Sequence[float]], ax: Axes) -> None:
+def _draw_means(groups: Sequence[Group], values: Sequence[Sequence[float]], ax: Axes) -> None:
     """Bars of means with each run as a dot, the interval where there is one, and both as text."""
-    longest = max(max(found, default=0.0) for found in values)
-    shortest = min(min(found, default=0.0) for found in values)
-    low, high = min(shortest * 1.1, 0.0), max(longest * 1.1, 1.0)
-    beside = ax.get_yaxis_transform()
+    every = [0.0, *(value for found in values for value in found)]
+    low, high = min(every) * 1.1, max(max(every) * 1.1, 1.0)
     for index, found in enumerate(values):
-        average = mean_of(found)
-        text = "n/a"
-        if average is not None:
-            mean, half = average
-            ax.barh(index, mean, height=0.66, color=style_of(index)[0])
-            if len(found) > 1:
-                ax.scatter(found, [index] * len(found), s=9, color=INK, zorder=3)
-            if half is not None:
-                ends = max(mean - half, low), min(mean + half, high)
-                ax.plot(ends, [index, index], color=INK, linewidth=1, zorder=3)
-            text = signed(mean) if half is None else f"{signed(mean)} ± {half:.1f}"
-        ax.text(1.02, index, text, transform=beside, va="center")
+        mean, half = mean_of(found) or (None, None)
+        text = signed(mean) if half is None else f"{signed(mean)} ± {half:.1f}"
+        ax.text(1.02, index, text, transform=ax.get_yaxis_transform(), va="center")
+        if mean is None:
+            continue
+        ax.barh(index, mean, height=0.66, color=style_of(index)[0])
+        if len(found) > 1:
+            ax.scatter(found, [index] * len(found), s=9, color=INK, zorder=3)
+        if half is not None:
+            ends = max(mean - half, low), min(mean + half, high)
+            ax.plot(ends, [index, index], color=INK, linewidth=1, zorder=3)
     ax.set_xlim(low, high)
-    name_rows(ax, [group.label for group in groups])
+    plotting.name_rows(ax, [group.label for group in groups])
 
 
-def _draw_changes(rows: Sequence[Change], limit: float, ax: Axes) -> None:
-    for index, change in enumerate(rows):
-        value = change.difference or 0.0
-        ax.barh(index, value, height=0.7, color=LOST if value < 0 else GAINED)
-        ax.annotate(
-            signed(value, plus=True),
-            (value, index),
-            xytext=(4 if value >= 0 else -4, 0),
-            textcoords="offset points",
-            ha="left" if value >= 0 else "right",
-            va="center",
-            fontsize=9,
-        )
-    reach = max(limit, 1.0) * 1.45
-    worst, best = (pick(change.difference or 0.0 for change in rows) for pick in (min, max))
-    ax.set_xlim(-reach if worst < 0 else -0.08 * reach, reach if best > 0 else 0.08 * reach)
-    ax.axvline(0, color=MUTED, linewidth=0.8)
-    name_rows(ax, [change.name for change in rows])
-    ax.set_xlabel("points of AP")
-
-
-def _draw_learnt(rows: Sequence[Change], top: float, ax: Axes) -> None:
-    draw_amounts([(change.name, change.last or 0.0) for change in rows], ax, top=top)
-    ax.set_xlabel("AP (%)")
-
-
-def _draw_category_dots(
-    groups: Sequence[Group], finals: Sequence[dict[str, float]], rows: Sequence[str], ax: Axes
-) -> None:
-    for index, name in enumerate(rows):
+def _draw_category_dots(finals: Sequence[dict[str, float]], names: Sequence[str], ax: Axes) -> None:
+    for row, name in enumerate(names):
         known = [final[name] for final in finals if name in final]
-        ax.plot([min(known), max(known)], [index, index], color=LINE, linewidth=3, zorder=1)
+        ax.plot([min(known), max(known)], [row, row], color=LINE, linewidth=3, zorder=1)
     for index, final in enumerate(finals):
-        colour, marker = style_of(index)
-        mark_rows(ax, [final.get(name) for name in rows], colour, marker)
+        plotting.mark_rows(ax, [final.get(name) for name in names], *style_of(index))
     ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
-    name_rows(ax, rows, guides=True)
+    plotting.name_rows(ax, names, guides=True)
     ax.set_xlabel("AP (%)")
 
 
@@ -235,6 +169,5 @@ def _label_above(values: Sequence[float]) -> list[bool]:
 
 
 def _legend(groups: Sequence[Group]) -> list[Key]:
-    if len(groups) < 2:
-        return []
-    return [Key(group.label, *style_of(index)) for index, group in enumerate(groups)]
+    keys = [Key(group.label, *style_of(index)) for index, group in enumerate(groups)]
+    return keys if len(keys) > 1 else []

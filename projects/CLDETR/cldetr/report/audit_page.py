@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from cldetr.data.manifest import scenario_hash
-from cldetr.report.page import write_page
-from cldetr.report.plotting import Panel, Plot, draw_amounts, row_panels, save_plot
+from cldetr.report.page import thousands, write_page
+from cldetr.report.plotting import Panel, Plot, bar_panels, save_plot
 from cldetr.scenario import Scenario
 
 _PROTOCOLS = {
@@ -75,7 +74,6 @@ def _distribution(audit: Mapping[str, Any]) -> Plot:
     panels: list[Panel] = []
     for phase in audit["phases"]:
         ranked = sorted(phase["instances_per_class"].items(), key=lambda item: (-item[1], item[0]))
-        draw = functools.partial(draw_amounts, whole=True, top=ranked[0][1])
-        panels += row_panels(f"Phase {phase['index']}", ranked, draw)
+        panels += bar_panels(f"Phase {phase['index']}", ranked, thousands)
     text = "Labelled objects of each phase's categories in its images, crowd regions included."
     return Plot("categories_per_phase", "Categories of each phase", text, panels)

@@ -34,7 +34,7 @@ INK, LINE, MUTED = "#24292f", "#d8dee4", "#8c959f"  # pages replace them to foll
 # Apart for colour-blind readers too (after Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8f7700", "#808080")
 MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★"}
-LOST, GAINED = "#c2410c", "#0072b2"
+LOST = "#c2410c"
 ROW = 17  # pixels of a row in charts with a row for each category
 MAX_ROWS = 42  # in one panel
 WIDTH, HEIGHT = 360, 250
@@ -151,32 +151,47 @@ def row_panels(
     """Panels with a row for each entry, as many as keep them at a readable height."""
     count = -(-len(rows) // MAX_ROWS)
     size = -(-len(rows) // count) if count else 1
-    parts = [rows[start : start + size] for start in range(0, len(rows), size)]
-    return [
-        Panel(
-            f"{title} ({number}/{count})" if count > 1 else title,
-            functools.partial(draw, part),
-            76 + ROW * max(len(part), 2),
-        )
-        for number, part in enumerate(parts, start=1)
-    ]
+    panels = []
+    for start in range(0, len(rows), size):
+        part, number = rows[start : start + size], f" ({start // size + 1}/{count})"
+        height = 76 + ROW * max(len(part), 2)
+        panels.append(Panel(title + number * (count > 1), functools.partial(draw, part), height))
+    return panels
 
 
-def draw_amounts(
-    rows: Sequence[tuple[str, float]], ax: Axes, whole: bool = False, top: float = 0.0
+def bar_panels(
+    title: str, rows: Sequence[tuple[str, float]], text: Callable[[float], str], unit: str = ""
+) -> list[Panel]:
+    """Panels with a bar and its value, as `text` writes it, for each row; all of one scale."""
+    limit = max((abs(value) for _, value in rows), default=0.0) or 1.0
+    return row_panels(title, rows, lambda part, ax: _draw_bars(part, limit, text, unit, ax))
+
+
+def _draw_bars(
+    rows: Sequence[tuple[str, float]],
+    limit: float,
+    text: Callable[[float], str],
+    unit: str,
+    ax: Axes,
 ) -> None:
-    """Draws a bar with its value for each row; `top` is the highest value of all panels."""
-    highest = max([top, *(value for _, value in rows)])
-    for index, (_, value) in enumerate(rows):
-        ax.barh(index, value, height=0.7, color=COLOURS[0])
-        text = f"{value:,.0f}" if whole or value >= 100 else f"{value:.{1 if value >= 1 else 2}f}"
-        if 0 < value < 0.01:
-            text = "<0.01"
-        ax.annotate(text, (value, index), xytext=(4, 0), textcoords="offset points", va="center")
-    ax.set_xlim(0, (highest or 1.0) * 1.28)
-    if whole:
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+    for row, (_, value) in enumerate(rows):
+        ax.barh(row, value, height=0.7, color=LOST if value < 0 else COLOURS[0])
+        shift, side = (-4, "right") if value < 0 else (4, "left")
+        beside(ax, (value, row), text(value), (shift, 0), ha=side, va="center", fontsize=10)
+    losses, gains = (any(sign * value > 0 for _, value in rows) for sign in (-1, 1))
+    ax.set_xlim(-1.35 * limit if losses else 0, 1.3 * limit if gains or not losses else 0.1 * limit)
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+    if losses:
+        ax.axvline(0, color=MUTED, linewidth=0.8)
     name_rows(ax, [name for name, _ in rows])
+    ax.set_xlabel(unit)
+
+
+def beside(
+    ax: Axes, point: tuple[float, float], text: str, shift: tuple[float, float], **style: Any
+) -> None:
+    """Writes a text at a distance in pixels from a point."""
+    ax.annotate(text, point, xytext=shift, textcoords="offset points", **style)
 
 
 def tidy(name: str, limit: int = 24) -> str:
@@ -217,11 +232,18 @@ def signed(value: float | None, plus: bool = False) -> str:
 
 
 def short_count(value: float) -> str:
-    """A count for an axis: 100, 5k, 1.5M."""
+    """A number for an axis: 0.5, 100, 5k, 1.5M."""
     for size, unit in ((1_000_000, "M"), (1_000, "k")):
         if abs(value) >= size:
             return f"{value / size:g}{unit}"
-    return f"{value:g}"
+    return f"{value:g}".replace("-", "−")
+
+
+def amount(value: float) -> str:
+    """A quantity with about three digits."""
+    if 0 < value < 0.01:
+        return "<0.01"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else f"{value:.2f}"
 
 
 def _draw(ax: Axes, panel: Panel) -> None:

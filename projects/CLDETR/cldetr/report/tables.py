@@ -35,14 +35,12 @@ class Change:
 
 def category_changes(results: Mapping[str, Any]) -> list[Change]:
     """What became of each category from its first appearance to the end, in order of learning."""
-    phases = results["phases"]
-    last = phases[-1]["per_category"]
+    last = results["phases"][-1]["per_category"]
     found: dict[str, Change] = {}
-    for entry in phases:
+    for entry in results["phases"]:
         for name, scores in entry["per_category"].items():
-            if name not in found:
-                end = last.get(name, {}).get("AP")
-                found[name] = Change(name, entry["phase"], scores["AP"], end)
+            end = last.get(name, {}).get("AP")
+            found.setdefault(name, Change(name, entry["phase"], scores["AP"], end))
     return list(found.values())
 
 
@@ -59,31 +57,22 @@ class CategoryCounts:
 
 def category_counts(run: Run) -> list[CategoryCounts]:
     """The distribution of categories over data, exemplars and pseudo-labels, phase by phase."""
-    data: dict[str, int] = {}
-    kept: dict[str, int] = {}
-    phase_of: dict[str, int] = {}
-    if run.memory is not None:
-        for chosen in run.memory.phases:
-            for record in chosen.classes:
-                phase_of[record.name] = chosen.index
-                data[record.name] = record.objects_in_data
-                kept[record.name] = record.objects_in_exemplars
-    if run.audit is not None:
-        for entry in run.audit["phases"]:
-            for name, count in entry["instances_per_class"].items():
-                phase_of.setdefault(name, entry["index"])
-                data.setdefault(name, count)
+    found: dict[str, tuple[int, int, int | None]] = {}  # phase, in data, in exemplars
+    for chosen in run.memory.phases if run.memory else ():
+        for kept in chosen.classes:
+            found[kept.name] = (chosen.index, kept.objects_in_data, kept.objects_in_exemplars)
+    for entry in run.audit["phases"] if run.audit else ():
+        for name, count in entry["instances_per_class"].items():
+            found.setdefault(name, (entry["index"], count, None))
     pseudo = pseudo_per_pass(run.stages)
-    last = max(phase_of.values(), default=0)  # its categories were never old
+    last = max((phase for phase, _, _ in found.values()), default=0)  # its classes were never old
     return [
         CategoryCounts(
             name,
-            phase,
-            data.get(name),
-            kept.get(name),
-            None if pseudo is None or phase == last else pseudo.get(name, 0.0),
+            *counts,
+            pseudo.get(name, 0.0) if pseudo is not None and counts[0] < last else None,
         )
-        for name, phase in sorted(phase_of.items(), key=lambda item: item[1])
+        for name, counts in sorted(found.items(), key=lambda item: item[1][0])
     ]
 
 
@@ -92,18 +81,14 @@ def pseudo_per_pass(stages: Sequence[Stage]) -> dict[str, float] | None:
 
     A stage counts them on the images it saw since its start, each as often as it saw it.
     """
-    total: dict[str, float] = {}
-    counted = False
+    total: dict[str, float] | None = None
     for stage in stages:
         pseudo, images = stage.facts.get("pseudo"), stage.number("images")
-        if stage.name != "train" or not isinstance(pseudo, dict) or not images:
-            continue
-        if not isinstance(pseudo.get("images"), int) or pseudo["images"] < 1:
-            continue
-        counted = True
-        for name, count in pseudo.get("per_category", {}).items():
-            total[name] = total.get(name, 0.0) + count / pseudo["images"] * images
-    return total if counted else None
+        if stage.name == "train" and images and isinstance(pseudo, dict) and pseudo.get("images"):
+            total = total or {}
+            for name, count in pseudo.get("per_category", {}).items():
+                total[name] = total.get(name, 0.0) + count / pseudo["images"] * images
+    return total
 
 
 @dataclass(frozen=True)
@@ -131,12 +116,8 @@ def training_spans(run: Run) -> list[Span]:
 
 def curve_of(run: Run, key: str) -> tuple[list[int], list[float]]:
     """A logged quantity: the steps at which it is known and finite, and its values."""
-    points = [
-        (int(point["iteration"]) + 1, point[key])
-        for point in run.curve
-        if key in point and math.isfinite(point[key])
-    ]
-    return [step for step, _ in points], [value for _, value in points]
+    points = [point for point in run.curve if math.isfinite(point.get(key, math.nan))]
+    return [int(point["iteration"]) + 1 for point in points], [point[key] for point in points]
 
 
 def settings_in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -145,8 +126,11 @@ def settings_in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
     Such as the settings of a part that is not enabled, the schedule of a first phase that was
     taken over, or the class counts where the categories of each phase are listed.
     """
-    switches = ((key.partition("ENABLED"), on) for key, on in settings.items())
-    off = [part for (part, switch, rest), on in switches if switch and not rest and on is False]
+    off = [
+        key.removesuffix("ENABLED")
+        for key, value in settings.items()
+        if key.endswith(".ENABLED") and not value
+    ]
     unused = ["MODEL.DETR.NUM_CLASSES"]  # it follows from the data
     if "METHOD.CALIBRATE." in off:
         unused.append("SCHEDULE.CALIBRATE.")
@@ -169,11 +153,8 @@ def settings_in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
 def settings_set(settings: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Settings in use that are not the defaults, as (key, default, the run's value)."""
     defaults = identity(default_config())
-    return [
-        (key, defaults.get(key), value)
-        for key, value in settings_in_use(settings).items()
-        if value != defaults.get(key)
-    ]
+    used = settings_in_use(settings).items()
+    return [(key, defaults.get(key), value) for key, value in used if value != defaults.get(key)]
 
 
 def settings_that_differ(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -182,14 +163,14 @@ def settings_that_differ(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[An
     Seeds, and the file of a first phase that was taken over, are no differences.
     """
     used = [settings_in_use(settings) for settings in runs]
-    found = {}
-    for key in dict.fromkeys(key for one in used for key in one):
-        values = [one.get(key) for one in used]
-        known = [value for value in values if value is not None]
-        skipped = key in (*_SEEDS, "MODEL.DETECTOR", "METHOD.NAME")
-        if not skipped and any(value != known[0] for value in known):
-            found[key] = values
-    return found
+    keys = dict.fromkeys(key for one in used for key in one)
+    table = {key: [one.get(key) for one in used] for key in keys}
+    return {
+        key: values
+        for key, values in table.items()
+        if key not in (*_SEEDS, "MODEL.DETECTOR", "METHOD.NAME")
+        if len({json.dumps(value) for value in values if value is not None}) > 1
+    }
 
 
 @dataclass(frozen=True)
@@ -217,16 +198,17 @@ class Group:
 
     def finals(self, name: str, metric: str = "AP") -> list[float]:
         """A set's metric after the last phase, of each finished run."""
-        sets = [
-            run.results["phases"][-1][name] for run in self.runs if run.results and run.finished
-        ]
-        return [value for scores in sets if scores and (value := scores.get(metric)) is not None]
+        sets = [results["phases"][-1][name] for results in self._finished()]
+        return [value for x in sets if x and (value := x.get(metric)) is not None]
 
     def numbers(self, key: str) -> list[float]:
         """The same of a number of the whole run: "fpp" (its AP), "average_AP", "forgetting"."""
-        found = [run.results[key] for run in self.runs if run.results and run.finished]
+        found = [results[key] for results in self._finished()]
         values = [value["AP"] if isinstance(value, dict) else value for value in found]
         return [value for value in values if value is not None]
+
+    def _finished(self) -> list[dict[str, Any]]:
+        return [run.results for run in self.runs if run.results and run.finished]
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float | None] | None:
@@ -244,36 +226,27 @@ def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Puts together runs that differ in nothing but their seeds, and names each group."""
     members: dict[str, list[Run]] = {}
     for run in runs:
-        members.setdefault(_without_seeds(run), []).append(run)
+        # Where the first phase is shared, each seed has a file of its own.
+        rest = {k: v for k, v in run.settings.items() if k not in (*_SEEDS, "MODEL.DETECTOR")}
+        key = json.dumps(rest, sort_keys=True) if rest else str(run.folder)
+        members.setdefault(key, []).append(run)
     groups: list[tuple[Run, ...]] = []
     for found in members.values():
         seeds = {tuple(run.settings.get(key) for key in _SEEDS) for run in found}
-        repeats = len(seeds) == len(found)
-        groups += [tuple(found)] if repeats else [(run,) for run in found]
+        groups += [tuple(found)] if len(seeds) == len(found) else [(run,) for run in found]
     several = len({run.scenario_name for run in runs}) > 1
     labels = [
         f"{group[0].method}, {group[0].scenario_name}" if several else group[0].method
         for group in groups
     ]
-    ends = _distinct_ends([_folder(group) for group in groups])
+    folders = [group[0].folder.resolve() for group in groups]
+    ends = _distinct_ends(  # a sweep has the seeds of a config in one folder
+        [x.parent if len(group) > 1 else x for x, group in zip(folders, groups, strict=True)]
+    )
     return [
         Group(f"{label} ({end})" if labels.count(label) > 1 else label, group)
         for label, end, group in zip(labels, ends, groups, strict=True)
     ]
-
-
-def _without_seeds(run: Run) -> str:
-    """A key that runs share which differ in seeds alone."""
-    if not run.settings:
-        return str(run.folder)
-    # Where the first phase is shared, each seed has a file of its own.
-    rest = {k: v for k, v in run.settings.items() if k not in (*_SEEDS, "MODEL.DETECTOR")}
-    return json.dumps(rest, sort_keys=True)
-
-
-def _folder(group: Sequence[Run]) -> Path:
-    folder = group[0].folder.resolve()
-    return folder.parent if len(group) > 1 else folder  # as a sweep lays seeds out
 
 
 def _distinct_ends(folders: Sequence[Path]) -> list[str]:
