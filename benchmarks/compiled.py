@@ -17,11 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from measure import medians, rounded, shares, take_turns, versions  # type: ignore[import-not-found]
-from teacher import CONFIGS, MODELS, make_batch  # type: ignore[import-not-found]
+from measure import make_detector, medians, rounded, shares, take_turns, versions  # type: ignore[import-not-found]
+from teacher import MODELS, make_batch  # type: ignore[import-not-found]
 
-from cldetr.engine.from_yaml import recipe_from_yaml
-from cldetr.engine.heap import keep_freed_memory
+from cldetr.layers.cpu import keep_freed_memory
 
 SIZES = {"small": (12, 80, 31), "r50": (1, 384, 5)}  # images, their side, rounds
 
@@ -30,7 +29,7 @@ def make_side(model: str, compiled: bool) -> tuple[Callable[[], None], Callable[
     """A training step without the optimizer, and inference."""
     torch.manual_seed(0)
     config, classes, _ = MODELS[model]
-    detector: Any = recipe_from_yaml(str(CONFIGS / config)).model.build(classes)
+    detector: Any = make_detector(config, classes)
     images, side, _ = SIZES[model]
     batch = make_batch(images, side, side, classes)
     if compiled:
@@ -61,11 +60,11 @@ def main() -> None:
     keep_freed_memory()  # as train_net.py does
     plain, compiled = make_side(args.model, False), make_side(args.model, True)
     compiling, faster, seconds = {}, {}, {}
-    for place, what in enumerate(("train", "inference")):
+    for index, what in enumerate(("train", "inference")):
         start = time.perf_counter()
-        compiled[place]()
+        compiled[index]()
         compiling[what] = time.perf_counter() - start
-        runs = {"plain": plain[place], "compiled": compiled[place]}
+        runs = {"plain": plain[index], "compiled": compiled[index]}
         times = take_turns(runs, args.repeat, warm=2)
         seconds[what] = rounded(medians(times))
         faster[what] = shares(times, "compiled")["plain"]

@@ -30,7 +30,7 @@ from detectron2.structures import Boxes, Instances
 from pycocotools.coco import COCO
 from pycocotools.cocoeval import COCOeval
 
-from cldetr.engine.average_precision import (
+from cldetr.evaluation.average_precision import (
     METRICS,
     Detections,
     GroundTruth,
@@ -38,7 +38,7 @@ from cldetr.engine.average_precision import (
     match,
     summarise_precision,
 )
-from cldetr.engine.evaluation import IncrementalEvaluator
+from cldetr.evaluation.evaluator import IncrementalEvaluator
 from cldetr.scenario import Category, Phase, Scenario
 
 CLASSES = 80
@@ -155,18 +155,18 @@ def make_scenario() -> Scenario:
 def make_truth(rng: np.random.Generator, images: int) -> GroundTruth:
     """Draws objects as COCO's val2017 has them: 7.3 an image, of few classes, some crowds."""
     counts = rng.poisson(7.3, images)
-    places = np.repeat(np.arange(images), counts)
+    images_of = np.repeat(np.arange(images), counts)
     palette = rng.integers(0, CLASSES, (images, 3))  # an image's classes
-    boxes = draw_boxes(rng, len(places))
+    boxes = draw_boxes(rng, len(images_of))
     return GroundTruth(
         sources=(Source("synthetic", frozenset(range(CLASSES))),),
         image_sources=np.zeros(images, dtype=np.int64),
         image_ids=np.arange(1, images + 1),
-        images=places,
-        labels=palette[places, rng.integers(0, 3, len(places))],
+        images=images_of,
+        labels=palette[images_of, rng.integers(0, 3, len(images_of))],
         boxes=boxes,
-        areas=boxes[:, 2] * boxes[:, 3] * rng.uniform(0.5, 1.0, len(places)),
-        crowd=rng.random(len(places)) < 0.01,
+        areas=boxes[:, 2] * boxes[:, 3] * rng.uniform(0.5, 1.0, len(images_of)),
+        crowd=rng.random(len(images_of)) < 0.01,
     )
 
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 from measure import (  # type: ignore[import-not-found]
+    make_detector,
     medians,
     rounded,
     shares,
@@ -23,11 +23,9 @@ from measure import (  # type: ignore[import-not-found]
     versions,
 )
 
-from cldetr.engine.from_yaml import recipe_from_yaml
-from cldetr.engine.heap import keep_freed_memory
+from cldetr.layers.cpu import keep_freed_memory
 from cldetr.modeling.structures import ImageBatch, Target
 
-CONFIG = str(Path(__file__).parents[1] / "configs" / "70_10.yaml")
 START = {"side": 384, "queries": 300, "classes": 80, "labels": 20}
 CHANGES = {
     "side": (192, 576),
@@ -40,14 +38,14 @@ CHANGES = {
 def make_step(side: int, queries: int, classes: int, labels: int) -> Callable[[], None]:
     """A training step without the optimizer, whose cost is that of the parameters alone."""
     torch.manual_seed(0)
-    recipe = recipe_from_yaml(CONFIG, ["MODEL.DETR.NUM_QUERIES", str(queries)])
-    detector = recipe.model.build(classes).train()
+    words = ("MODEL.DETR.NUM_QUERIES", str(queries))
+    detector = make_detector("70_10.yaml", classes, *words).train()
     images = ImageBatch(torch.randn(1, 3, side, side), [(side, side)])
     targets = [Target(torch.randint(0, classes, (labels,)), torch.rand(labels, 4) * 0.4 + 0.1)]
 
     def step() -> None:
         detector.zero_grad()
-        losses = detector.criterion(detector.predict(images), targets)
+        losses, _ = detector.losses(images, targets)
         sum(losses.values(), start=torch.zeros(())).backward()
 
     return step

@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+CONFIGS = Path(__file__).parents[1] / "configs"
+
 
 def alternate(
     runs: Mapping[str, Callable[[], object]],
@@ -69,6 +71,16 @@ def peak_mb() -> float:
     """
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def make_detector(config: str, classes: int, *overrides: str) -> Any:
+    """The detector of a file in configs/, with random weights, on the CPU."""
+    from detectron2.modeling import build_model
+
+    from cldetr.config import load_config
+
+    keys = ["MODEL.DEVICE", "cpu", "MODEL.DETR.NUM_CLASSES", str(classes), *overrides]
+    return build_model(load_config(str(CONFIGS / config), keys))
 
 
 def ask_fresh_process(file: str, *arguments: str) -> dict[str, Any]:

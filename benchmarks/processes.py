@@ -30,11 +30,11 @@ from measure import versions  # type: ignore[import-not-found]
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 SMALL = ["--config-file", str(CONFIGS / "shapes.yaml")]
-R50 = ["--config-file", str(CONFIGS / "base" / "deformable_detr_r50.yaml"), "MODEL.WEIGHTS", ""]
+R50 = ["--config-file", str(CONFIGS / "detector" / "deformable_detr_r50.yaml"), "MODEL.WEIGHTS", ""]
 R50 += ["INPUT.MIN_SIZE_TRAIN", "[256]", "INPUT.CROP.PROBABILITY", "0.0"]
 for split, folder in (("TRAIN", "train"), ("TEST", "val")):
-    place = f"datasets/shapes/annotations/instances_{folder}.json:datasets/shapes/images/{folder}"
-    R50 += [f"DATASETS.{split}", f"['{place}']"]
+    files = f"datasets/shapes/annotations/instances_{folder}.json:datasets/shapes/images/{folder}"
+    R50 += [f"DATASETS.{split}", f"['{files}']"]
 R50 += ["SCENARIO.NAME", "7+3", "SCENARIO.ORDER", "id", "DATALOADER.NUM_WORKERS", "0"]
 # Nothing but steps: no log, no pictures, no checkpoint.
 STEPS_ALONE = ["LOG_PERIOD", "1000", "LOG_IMAGES", "0", "SOLVER.CHECKPOINT_PERIOD", "1000"]
@@ -44,8 +44,8 @@ WARM = 3  # steps
 
 def train(args: argparse.Namespace) -> None:
     """One process of a run: prints the time of its steps, then leaves."""
-    from cldetr.engine.main import main as train_net
-    from cldetr.engine.trainer import StageTrainer
+    from cldetr.engine.step import StageTrainer
+    from cldetr.train import run as train_net
 
     run_step = StageTrainer.run_step
     moments: list[tuple[float, float]] = []

@@ -28,8 +28,8 @@ ROOT = Path(__file__).parents[1]
 
 def run_one_step(folder: str) -> None:
     """Starts a run in this process and leaves it after its first step."""
-    from cldetr.engine.main import main as train_net
-    from cldetr.engine.trainer import StageTrainer
+    from cldetr.engine.step import StageTrainer
+    from cldetr.train import run as train_net
 
     imported = time.process_time()
     run_step = StageTrainer.run_step

@@ -17,13 +17,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from detectron2.structures import Boxes, Instances
 from measure import (  # type: ignore[import-not-found]
     ask_fresh_process,
+    make_detector,
     medians,
     peak_mb,
     rounded,
@@ -32,14 +32,12 @@ from measure import (  # type: ignore[import-not-found]
     versions,
 )
 
-from cldetr.engine.from_yaml import recipe_from_yaml
-from cldetr.engine.heap import keep_freed_memory
-from cldetr.engine.recipe import OptimizerSettings
-from cldetr.engine.trainer import build_optimizer
+from cldetr.config import default_config
+from cldetr.engine.step import build_optimizer
+from cldetr.layers.cpu import keep_freed_memory
 from cldetr.methods.learner import Learner, freeze
 from cldetr.methods.pseudo import PseudoRule
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 MODELS = {"r50": ("70_10.yaml", 80, 70), "small": ("shapes.yaml", 10, 7)}
 SIDES = ("plain", "live", "cached", "released")
 
@@ -51,11 +49,10 @@ class ReleasedLearner(Learner):
         """As `Learner.forward` with a teacher, but without turning gradients off."""
         assert self.teacher is not None
         images = self.detector.preprocess(batched_inputs)
-        self.advice = self.teacher.predict(images)
-        output = self.detector.predict(images)
+        self.teacher_output = self.teacher.predict(images)
         targets = self.detector.targets(batched_inputs)
-        targets = self._merge(self.advice, targets, batched_inputs)
-        return self.detector.criterion(output, targets, class_mask=self._seen)
+        targets = self._merge(self.teacher_output, targets, batched_inputs)
+        return self.detector.losses(images, targets, class_mask=self._seen)[0]
 
 
 def make_batch(images: int, height: int, width: int, classes: int) -> list[dict[str, Any]]:
@@ -77,7 +74,7 @@ def make_step(side: str, args: argparse.Namespace) -> Callable[[], None]:
     """The training step of one side."""
     torch.manual_seed(0)
     config, classes, old = MODELS[args.model]
-    detector = recipe_from_yaml(str(CONFIGS / config)).model.build(classes)
+    detector = make_detector(config, classes)
     batch = make_batch(args.batch, args.height, args.width, classes)
     # Ten labels an image, whatever an untrained detector scores.
     rule = PseudoRule(foreground=0.0)
@@ -94,11 +91,13 @@ def make_step(side: str, args: argparse.Namespace) -> Callable[[], None]:
         for ours, theirs in zip(detector.parameters(), learner.teacher.parameters(), strict=True):
             theirs.requires_grad_(ours.requires_grad)
     if side == "cached":
-        kept = learner.recordable(batch)
+        kept = learner.teacher_candidates(batch)
         batch = [{**x, "predictions": found} for x, found in zip(batch, kept, strict=True)]
         learner.dismiss_teacher()
     learner.train()
-    optimizer = build_optimizer(detector, OptimizerSettings(lr=1e-6))
+    cfg = default_config()
+    cfg.SOLVER.BASE_LR = 1e-6
+    optimizer = build_optimizer(cfg, detector)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
 
     def step() -> None:
