@@ -43,7 +43,7 @@ def write(path: Path, content) -> Path:
     return path
 
 
-def random_coco(seed=0, images=40, categories=8, most=5, crowd=0.1):
+def random_coco(seed=0, images=40, categories=8, max_objects=5, crowd=0.1):
     """A valid file with shuffled, gapped ids, images without objects and crowd regions."""
     rng = np.random.default_rng(seed)
     image_ids = (rng.permutation(images * 10)[:images] + 1).tolist()
@@ -55,7 +55,7 @@ def random_coco(seed=0, images=40, categories=8, most=5, crowd=0.1):
     content["categories"] = [{"id": i, "name": f"class {i}"} for i in category_ids]
     rng.shuffle(content["categories"])
     for image in image_ids:
-        for _ in range(int(rng.integers(most + 1))):
+        for _ in range(int(rng.integers(max_objects + 1))):
             x, y = rng.uniform(0, 40, 2).round(2).tolist()
             w, h = (rng.uniform(1, 8, 2)).round(2).tolist()
             content["annotations"].append(

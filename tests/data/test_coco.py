@@ -162,8 +162,8 @@ def test_damaged_cache_is_ignored_and_replaced(tmp_path, caplog):
     whole = cache.read_bytes()
     step = max(len(whole) // 40, 1)
     damaged = [whole[:cut] for cut in (0, 10, len(whole) // 2, len(whole) - 1)]
-    for place in range(0, len(whole), step):
-        damaged.append(whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :])
+    for index in range(0, len(whole), step):
+        damaged.append(whole[:index] + bytes([whole[index] ^ 0x10]) + whole[index + 1 :])
     for content in damaged:
         cache.write_bytes(content)
         caplog.clear()

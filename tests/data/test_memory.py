@@ -74,8 +74,8 @@ def test_counts_are_of_the_phase_and_leave_crowd_out(data):
     phase = scenario.phase(1)
     counts = phase_counts(scenario, 1, data)
     coco = COCO(str(data.json_file))
-    for place, image in enumerate(phase.image_ids):
-        row = slice(counts.indptr[place], counts.indptr[place + 1])
+    for index, image in enumerate(phase.image_ids):
+        row = slice(counts.indptr[index], counts.indptr[index + 1])
         got = dict(zip(counts.labels[row].tolist(), counts.counts[row].tolist(), strict=True))
         expected: dict[int, int] = {}
         for annotation in coco.loadAnns(coco.getAnnIds([image], iscrowd=False)):

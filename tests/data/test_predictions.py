@@ -43,7 +43,7 @@ def test_what_is_stored_is_found_image_by_image(tmp_path, background):
     write_predictions(tmp_path / "p", parts, ABOUT)
     store = find_predictions(tmp_path / "p", ABOUT)
     assert len(store) == 3
-    assert all(same(store[place], part) for place, part in enumerate(parts))
+    assert all(same(store[index], part) for index, part in enumerate(parts))
     again = pickle.loads(pickle.dumps(store))  # as a spawned worker gets it
     assert same(again[2], parts[2])
     assert len(pickle.dumps(store)) < 500

@@ -17,11 +17,11 @@ from cldetr.errors import InputError
 from ..coco_files import coco, write
 
 
-def change(section, place, **values):
+def change(section, index, **values):
     """A fault: sets (or, with `...`, removes) keys of an entry of the valid file."""
 
     def apply(content):
-        entry = content[section][place]
+        entry = content[section][index]
         for key, value in values.items():
             if value is ...:
                 del entry[key]
@@ -112,12 +112,12 @@ BAD_BOXES = {
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_stops_the_load_with_place_and_fix(tmp_path, name):
+def test_fault_stops_the_load_with_entry_and_fix(tmp_path, name):
     fault, message = FAULTS[name]
     content = coco()
     fault(content)
     path = write(tmp_path / "a.json", content)
-    for option in ("stop", "drop"):  # to drop bad boxes is no licence for the rest
+    for option in ("stop", "drop"):  # dropping bad boxes excuses nothing else
         with pytest.raises(InputError) as caught:
             load_coco(path, tmp_path, bad_boxes=option)
         assert message in str(caught.value)
@@ -216,12 +216,12 @@ def test_no_change_of_any_value_makes_another_kind_of_error(tmp_path_factory, da
         if not isinstance(entries, list) or not entries or data.draw(st.integers(0, 9)) == 0:
             content[section] = data.draw(JUNK)
             continue
-        place = data.draw(st.integers(0, len(entries) - 1))
-        if isinstance(entries[place], dict) and entries[place]:
-            key = data.draw(st.sampled_from(sorted(entries[place])))
-            entries[place][key] = data.draw(JUNK)
+        index = data.draw(st.integers(0, len(entries) - 1))
+        if isinstance(entries[index], dict) and entries[index]:
+            key = data.draw(st.sampled_from(sorted(entries[index])))
+            entries[index][key] = data.draw(JUNK)
         else:
-            entries[place] = data.draw(JUNK)
+            entries[index] = data.draw(JUNK)
     path = write(tmp_path_factory.mktemp("fuzz") / "a.json", content)
     option = data.draw(st.sampled_from(["stop", "drop"]))
     try:

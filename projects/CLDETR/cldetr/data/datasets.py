@@ -209,7 +209,7 @@ def _register(
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Registers a view under a name, unless the very same is registered already."""
-    view = View(scenario.categories, subsets, data, name)
+    view = View(scenario.categories, subsets, data)
     digest = view.digest()
     if name in DatasetCatalog:
         if MetadataCatalog.get(name).get("digest") == digest:

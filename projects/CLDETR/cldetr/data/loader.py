@@ -1,4 +1,4 @@
-"""Loading by position, so that a run can stop and go on anywhere.
+"""Loading by position, so that a run can stop and continue anywhere.
 
 Every training sample has a position in its stage. The position alone, with the run's seed, decides
 which image it is and how it is augmented: there is no random state to save, any number of workers
@@ -41,8 +41,8 @@ class Entries(Protocol):
 class SampleOrder:
     """One permutation of the images per epoch, cut into whole batches.
 
-    As in DETR an epoch has ⌊images / batch⌋ batches and the few images left over wait for the next
-    epoch's permutation. Fewer images than one batch make one batch an epoch, going round.
+    As in DETR an epoch has ⌊images / batch⌋ batches, and the last few images of the permutation are
+    not used in it. With fewer images than a batch, an epoch is one batch that repeats them.
     """
 
     images: int
@@ -58,9 +58,9 @@ class SampleOrder:
         """Batches in an epoch."""
         return max(self.images // self.batch, 1)
 
-    def epoch(self, number: int) -> np.ndarray:
-        """The image numbers of one epoch, (steps_per_epoch · batch,)."""
-        order = np.random.default_rng((*self.seed, number)).permutation(self.images)
+    def epoch(self, epoch: int) -> np.ndarray:
+        """The image indices of one epoch, (steps_per_epoch · batch,)."""
+        order = np.random.default_rng((*self.seed, epoch)).permutation(self.images)
         return np.resize(order, self.steps_per_epoch * self.batch)
 
 
@@ -93,7 +93,7 @@ class PositionDataset(Dataset):
 
 
 class StepSampler(Sampler[list[int]]):
-    """The positions that one process loads, step by step: its slice of each global batch."""
+    """The positions that one rank loads, step by step: its slice of each global batch."""
 
     def __init__(self, first: int, last: int, batch: int, rank: int, world: int) -> None:
         if batch % world:
@@ -200,9 +200,9 @@ def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _start_worker(worker: int) -> None:
     """Sets up a worker: one thread, and the main process alone decides when it ends.
 
-    Ctrl-C and batch systems signal every process of a run. A worker that died of it would take the
-    step with it that the main process finishes before it saves. SIGTERM still ends a worker, later:
-    this is how the loader gets rid of one that hangs.
+    Ctrl-C and batch systems signal every process of a run. Without its workers the main process
+    could not finish the step that it saves after. SIGTERM ends a worker a minute later, because
+    the loader stops a worker that hangs in this way.
     """
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

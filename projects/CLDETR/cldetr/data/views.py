@@ -39,7 +39,6 @@ class View(Dataset):
         categories: Sequence[Category],
         subsets: Sequence[AnnotatedSubset],
         data: Mapping[str, CocoData],
-        name: str = "",
     ) -> None:
         """Binds subsets of a scenario to their data sets.
 
@@ -47,9 +46,7 @@ class View(Dataset):
             categories: of the scenario.
             subsets: which images, with which labels annotated; later subsets follow earlier ones.
             data: the data sets by source.
-            name: what messages call the view.
         """
-        self.name = name
         self.categories = tuple(categories)
         self._subsets = [
             _BoundSubset(subset, data[subset.source], self.categories) for subset in subsets
