@@ -111,17 +111,17 @@ def compare_speed(contest: Contest, repeat: int) -> dict[str, Any]:
         raise SystemExit("the two sides compute different things")
     speed = peak_flops()
     result: dict[str, Any] = {"logit_difference": difference, "peak_gflops": speed / 1e9}
-    for place, what in enumerate(("train", "inference")):
+    for index, what in enumerate(("train", "inference")):
         times: dict[str, list[tuple[float, float]]] = {side: [] for side in SIDES}
         for side in SIDES * WARM:
-            steps[side][place]()
+            steps[side][index]()
         for _ in range(repeat):
             for side in SIDES:
                 wall, cpu = time.perf_counter(), time.process_time()
-                steps[side][place]()
+                steps[side][index]()
                 times[side].append((time.process_time() - cpu, time.perf_counter() - wall))
         with CountOperations() as counter:
-            steps["ours"][place]()
+            steps["ours"][index]()
         theirs_s = statistics.median(run[0] for run in times["theirs"])
         limit = theirs_s / (counter.total / speed)
         result[f"{what}_at_peak"] = {"gflop": counter.total / 1e9, "ratio": limit}

@@ -67,7 +67,7 @@ def lock_requirements() -> list[str]:
 def missing_requirements() -> list[str]:
     """Lists the lock file's lines, in its order, whose package is not installed in any version.
 
-    Lines for other Python versions are left out: those conditions are all that the lock file uses.
+    Lines for other Python versions are skipped: those conditions are all that the lock file uses.
     """
     installed = {
         plain_name(distribution.metadata["Name"] or "")
@@ -113,7 +113,7 @@ def install_requirements(own: bool) -> None:
     missing = missing_requirements()
     if missing:
         say("adding what is missing: " + ", ".join(line.partition(";")[0] for line in missing))
-        # The lock file is complete, so no dependency is left out, and none is pulled in that would
+        # The lock file is complete, so no dependency is missing, and none is pulled in that would
         # replace something.
         pip("install", "--use-pep517", "--no-deps", *missing)
 

@@ -61,7 +61,7 @@ def examine(data_root: Path, output: Path) -> Iterator[Finding]:
 
 
 def default_data_root() -> Path:
-    """Returns Detectron2's place for data sets: $DETECTRON2_DATASETS, else ./datasets."""
+    """Returns Detectron2's folder of data sets: $DETECTRON2_DATASETS, else ./datasets."""
     return Path(os.environ.get("DETECTRON2_DATASETS", "datasets")).expanduser()
 
 
@@ -206,29 +206,29 @@ def _data_sets(root: Path) -> Iterator[Finding]:
         *(f"shapes/annotations/instances_{split}.json" for split in ("train", "val")),
         *(f"shapes/images/{split}" for split in ("train", "val")),
     ]
-    # The place that `cldetr shapes` writes to and configs read from, whatever Detectron2's is.
+    # The folder that `cldetr shapes` writes to and configs read from, whatever Detectron2's is.
     yield _data_set("shapes", Path("datasets"), shapes, "`cldetr shapes`, in seconds")
 
 
 def _data_set(name: str, root: Path, paths: list[str], fix: str) -> Finding:
     absent = [path for path in paths if not (root / path).exists()]
-    place = root / Path(paths[0]).parts[0]
+    folder = root / Path(paths[0]).parts[0]
     if not absent:
-        return Finding(name, "ok", f"at {place}")
+        return Finding(name, "ok", f"at {folder}")
     if len(absent) == len(paths):
-        return Finding(name, "warn", f"not at {place}", fix)
-    return Finding(name, "warn", f"{place} lacks {', '.join(absent)}", fix)
+        return Finding(name, "warn", f"not at {folder}", fix)
+    return Finding(name, "warn", f"{folder} lacks {', '.join(absent)}", fix)
 
 
 def _disk(output: Path) -> Finding:
-    place = output.absolute()
-    while not place.exists():
-        place = place.parent
-    free = shutil.disk_usage(place).free
-    text = f"{free / _GIB:.1f} GiB free at {place}"
-    if not os.access(place, os.W_OK):
-        fix = "give another place: OUTPUT_DIR /path"
-        return Finding("disk", "fail", f"{place} cannot be written to", fix)
+    folder = output.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    text = f"{free / _GIB:.1f} GiB free at {folder}"
+    if not os.access(folder, os.W_OK):
+        fix = "give another folder: OUTPUT_DIR /path"
+        return Finding("disk", "fail", f"{folder} cannot be written to", fix)
     if free < 0.5 * _GIB:
         return Finding("disk", "fail", text, "free some: a checkpoint takes up to 0.5 GiB")
     if free < 10 * _GIB:

@@ -92,7 +92,7 @@ def _report(converted: Converted, out: Path) -> None:
     elif converted.kind == "up_detr":
         print("class head: none; it starts from its initial values")
     for reason, keys in converted.dropped.items():
-        print(f"left out, {reason}: {len(keys)}")
+        print(f"dropped, {reason}: {len(keys)}")
         for key in keys:
             print(f"  {key}")
     print("it fits a detector with")

@@ -288,7 +288,7 @@ def _check_against_model(named: Mapping[str, Tensor], converted: Converted) -> d
     cfg = get_cfg()
     add_model_config(cfg)
     cfg.MODEL.BACKBONE.NAME = "build_resnet_backbone"
-    # What torchvision's, DETR's and SwAV's weights were trained with. The stride's place does not
+    # What torchvision's, DETR's and SwAV's weights were trained with. Where the stride is does not
     # show in any shape: with the other one the weights load and the features are wrong.
     cfg.MODEL.RESNETS.STRIDE_IN_1X1 = False
     cfg.MODEL.RESNETS.OUT_FEATURES = cfg.MODEL.DETR.IN_FEATURES

@@ -16,10 +16,10 @@ from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 
+from cldetr.modeling.blocks import MLP
 from cldetr.modeling.classification import SigmoidFocal
 from cldetr.modeling.deformable_transformer import DeformableTransformer, shift_reference
-from cldetr.modeling.detector import Detector, shared_arguments
-from cldetr.modeling.mlp import MLP
+from cldetr.modeling.detector import Detector, shared_arguments, transformer_arguments
 from cldetr.modeling.structures import DetrOutput, ImageBatch
 
 
@@ -76,17 +76,11 @@ class DeformableDETR(Detector):
         """Reads MODEL.DETR; its keys are explained in `modeling.config`."""
         detr = cfg.MODEL.DETR
         transformer = DeformableTransformer(
-            dim=detr.HIDDEN_DIM,
-            heads=detr.HEADS,
-            encoder_layers=detr.ENC_LAYERS,
-            decoder_layers=detr.DEC_LAYERS,
-            ffn_dim=detr.FFN_DIM,
-            dropout=detr.DROPOUT,
             levels=detr.LEVELS,
             encoder_points=detr.ENC_POINTS,
             decoder_points=detr.DEC_POINTS,
             two_stage=detr.TWO_STAGE,
-            checkpointing=detr.CHECKPOINTING,
+            **transformer_arguments(cfg),
         )
         focal = SigmoidFocal(detr.LOSS.FOCAL_ALPHA, detr.LOSS.FOCAL_GAMMA)
         return {

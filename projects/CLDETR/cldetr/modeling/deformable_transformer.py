@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cldetr.layers.cpu import add_dropout, feed_forward
 from cldetr.layers.deform_attn import MSDeformAttn
 from cldetr.layers.position import sine_embedding, sine_position_map
+from cldetr.modeling.blocks import LayerStack, Transformer
 from cldetr.modeling.levels import Levels
 
 
@@ -50,7 +50,7 @@ class Decoded:
     boxes: Tensor | None  # (layers, B, Q, 4) where they are refined from layer to layer
 
 
-class DeformableTransformer(nn.Module):
+class DeformableTransformer(Transformer):
     """Encoder and decoder with multi-scale deformable attention."""
 
     def __init__(
@@ -81,20 +81,17 @@ class DeformableTransformer(nn.Module):
             encoder_points: points sampled per head and level in the encoder.
             decoder_points: the same in the decoder.
             two_stage: make the queries of the encoder's best proposals.
-            checkpointing: keep only the layers' inputs for the backward pass, computing each layer
-                twice: less memory for more time.
+            checkpointing: see `Transformer`.
         """
-        super().__init__()
-        self.dim = dim
+        super().__init__(dim, checkpointing)
         self.levels = levels
         self.two_stage = two_stage
-        self.checkpointing = checkpointing
         block: dict[str, Any] = {"heads": heads, "levels": levels}
         block |= {"ffn_dim": ffn_dim, "dropout": dropout}
-        self.encoder = _Stack(
+        self.encoder = LayerStack(
             EncoderLayer(dim, points=encoder_points, **block) for _ in range(encoder_layers)
         )
-        self.decoder = _Stack(
+        self.decoder = LayerStack(
             DecoderLayer(dim, points=decoder_points, **block) for _ in range(decoder_layers)
         )
         self.level_embed = nn.Parameter(torch.empty(levels, dim))
@@ -109,9 +106,7 @@ class DeformableTransformer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Xavier for all matrices, then the attentions' own rule, level_embed ~ N(0, 1)."""
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.xavier_uniform_(parameter)
+        self.init_matrices()
         for module in self.modules():
             if isinstance(module, MSDeformAttn):
                 module.reset_parameters()
@@ -132,7 +127,7 @@ class DeformableTransformer(nn.Module):
         ratios = valid / size.flip(-1).to(valid.device, non_blocking=True)
         reference = centres[:, :, None] * ratios[:, None]  # (B or 1, S, L, 2)
         for layer in self.encoder.layers:
-            tokens = self._run(layer, tokens, positions, reference, size, padding)
+            tokens = self.run_layer(layer, tokens, positions, reference, size, padding)
         return EncoderOutput(tokens, size, centres, ratios, padding)
 
     def decode(
@@ -158,7 +153,9 @@ class DeformableTransformer(nn.Module):
             scale = encoded.valid_ratios[:, None]  # (B or 1, 1, L, 2)
             if reference.shape[-1] == 4:
                 scale = torch.cat([scale, scale], dim=-1)
-            states = self._run(layer, states, query_pos, reference[:, :, None] * scale, encoded)
+            states = self.run_layer(
+                layer, states, query_pos, reference[:, :, None] * scale, encoded
+            )
             kept.append(states)
             if refine is not None:
                 boxes.append(shift_reference(refine[index](states), reference))
@@ -208,11 +205,6 @@ class DeformableTransformer(nn.Module):
         sides = torch.repeat_interleave(side, cells)[None, :, None]
         sides = sides.to(encoded.centres.device, non_blocking=True)
         return torch.cat([encoded.centres, sides.expand(*encoded.centres.shape[:2], 2)], dim=-1)
-
-    def _run(self, layer: nn.Module, *args: Any) -> Tensor:
-        if self.checkpointing and self.training and torch.is_grad_enabled():
-            return checkpoint(layer, *args, use_reentrant=False)
-        return layer(*args)
 
 
 class EncoderLayer(nn.Module):
@@ -276,14 +268,6 @@ class DecoderLayer(nn.Module):
         states = self.norm1(add_dropout(states, attended, self.dropout, self.training))
         fed = feed_forward(states, self.linear1, self.linear2, self.dropout, self.training)
         return self.norm3(add_dropout(states, fed, self.dropout, self.training))
-
-
-class _Stack(nn.Module):
-    """Layers under the name `layers`."""
-
-    def __init__(self, layers: Any) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
 
 
 def shift_reference(delta: Tensor, reference: Tensor) -> Tensor:

@@ -257,7 +257,7 @@ def is_finite(output: DetrOutput) -> bool:
 
 
 def _nan_losses(output: DetrOutput) -> dict[str, Tensor]:
-    """A loss that is not a number and still depends on every weight.
+    """A loss that is not a number and depends on every weight.
 
     The trainer skips a step whose gradients are not finite. Going through the backward pass lets
     every process see that at the same step, where raising here would leave the others waiting.
@@ -266,6 +266,20 @@ def _nan_losses(output: DetrOutput) -> dict[str, Tensor]:
     if output.proposals is not None:
         total = total + output.proposals.logits.sum() + output.proposals.boxes.sum()
     return {"loss_cls": total * float("nan")}
+
+
+def transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
+    """Reads from the config what both kinds of transformer take."""
+    detr = cfg.MODEL.DETR
+    return {
+        "dim": detr.HIDDEN_DIM,
+        "heads": detr.HEADS,
+        "encoder_layers": detr.ENC_LAYERS,
+        "decoder_layers": detr.DEC_LAYERS,
+        "ffn_dim": detr.FFN_DIM,
+        "dropout": detr.DROPOUT,
+        "checkpointing": detr.CHECKPOINTING,
+    }
 
 
 def shared_arguments(cfg: CfgNode, classification: Classification) -> dict[str, Any]:

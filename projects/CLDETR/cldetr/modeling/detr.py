@@ -15,10 +15,10 @@ from detectron2.config import CfgNode, configurable
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor, nn
 
+from cldetr.modeling.blocks import MLP
 from cldetr.modeling.classification import SoftmaxCE, mask_logits
-from cldetr.modeling.detector import Detector, shared_arguments
+from cldetr.modeling.detector import Detector, shared_arguments, transformer_arguments
 from cldetr.modeling.detr_transformer import DetrTransformer
-from cldetr.modeling.mlp import MLP
 from cldetr.modeling.structures import DetrOutput, ImageBatch
 
 
@@ -56,14 +56,8 @@ class DETR(Detector):
         """Reads MODEL.DETR; its keys are explained in `modeling.config`."""
         detr = cfg.MODEL.DETR
         transformer = DetrTransformer(
-            dim=detr.HIDDEN_DIM,
-            heads=detr.HEADS,
-            encoder_layers=detr.ENC_LAYERS,
-            decoder_layers=detr.DEC_LAYERS,
-            ffn_dim=detr.FFN_DIM,
-            dropout=detr.DROPOUT,
             pre_norm=detr.PRE_NORM,
-            checkpointing=detr.CHECKPOINTING,
+            **transformer_arguments(cfg),
         )
         return {
             "transformer": transformer,

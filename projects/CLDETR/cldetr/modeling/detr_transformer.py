@@ -8,19 +8,19 @@ Shape shorthand: B images, S cells of the map, C channels, Q queries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from cldetr.layers.cpu import add_dropout, feed_forward
 from cldetr.layers.position import sine_position_map
+from cldetr.modeling.blocks import LayerStack, Transformer
 from cldetr.modeling.levels import Levels
 
 
-class DetrTransformer(nn.Module):
+class DetrTransformer(Transformer):
     """Encoder and decoder with standard multi-head attention."""
 
     def __init__(
@@ -45,24 +45,19 @@ class DetrTransformer(nn.Module):
             ffn_dim: width of the feed-forward networks.
             dropout: dropout rate, everywhere.
             pre_norm: normalise before each sub-layer (UP-DETR) and not after it (DETR).
-            checkpointing: keep only the layers' inputs for the backward pass, computing each layer
-                twice: less memory for more time.
+            checkpointing: see `Transformer`.
         """
-        super().__init__()
-        self.dim = dim
-        self.checkpointing = checkpointing
+        super().__init__(dim, checkpointing)
         block: dict[str, Any] = {"heads": heads, "ffn_dim": ffn_dim}
         block |= {"dropout": dropout, "pre_norm": pre_norm}
-        self.encoder = _Stack(
+        self.encoder = LayerStack(
             (EncoderLayer(dim, **block) for _ in range(encoder_layers)),
             norm=nn.LayerNorm(dim) if pre_norm else None,
         )
-        self.decoder = _Stack(
+        self.decoder = LayerStack(
             (DecoderLayer(dim, **block) for _ in range(decoder_layers)), norm=nn.LayerNorm(dim)
         )
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.xavier_uniform_(parameter)
+        self.init_matrices()
 
     def forward(self, levels: Levels, query_pos: Tensor) -> Tensor:
         """Runs encoder and decoder.
@@ -80,7 +75,7 @@ class DetrTransformer(nn.Module):
         positions = sine_position_map(levels.valid()[:, 0], shape, self.dim, offset=0.0)
         positions = positions.flatten(1, 2)
         for layer in self.encoder.layers:
-            tokens = self._run(layer, tokens, positions, padding)
+            tokens = self.run_layer(layer, tokens, positions, padding)
         if self.encoder.norm is not None:
             tokens = self.encoder.norm(tokens)
         assert self.decoder.norm is not None
@@ -88,14 +83,9 @@ class DetrTransformer(nn.Module):
         states = torch.zeros_like(query_pos)
         kept = []
         for layer in self.decoder.layers:
-            states = self._run(layer, states, query_pos, tokens, positions, padding)
+            states = self.run_layer(layer, states, query_pos, tokens, positions, padding)
             kept.append(self.decoder.norm(states))
         return torch.stack(kept)
-
-    def _run(self, layer: nn.Module, *args: Any) -> Tensor:
-        if self.checkpointing and self.training and torch.is_grad_enabled():
-            return checkpoint(layer, *args, use_reentrant=False)
-        return layer(*args)
 
 
 class _Layer(nn.Module):
@@ -164,15 +154,6 @@ class DecoderLayer(_Layer):
             lambda x: _attend(self.multihead_attn, x + query_pos, key, tokens, padding),
         )
         return self._add(states, self.norm3, self._feed_forward)
-
-
-class _Stack(nn.Module):
-    """Layers under the name `layers`, and a norm after them."""
-
-    def __init__(self, layers: Iterable[nn.Module], norm: nn.Module | None) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.norm = norm
 
 
 def _attend(
