@@ -1,6 +1,8 @@
 """Data sets by name: what may be read, and what a run registers for Detectron2's own tools."""
 
 import importlib.util
+import json
+import os
 import sys
 import types
 from pathlib import Path
@@ -17,10 +19,12 @@ from detectron2.data import (
 )
 from detectron2.data.datasets import register_coco_instances
 from detectron2.data.datasets.builtin import register_all_pascal_voc
+from detectron2.data.datasets.pascal_voc import CLASS_NAMES
 from detectron2.evaluation import COCOEvaluator
 from detectron2.structures import Boxes, BoxMode, Instances
 from PIL import Image
 
+from cldetr.config import load_config
 from cldetr.data.coco import load_coco
 from cldetr.data.datasets import (
     READERS,
@@ -31,6 +35,7 @@ from cldetr.data.datasets import (
     view_name,
 )
 from cldetr.data.registered import data_from_dicts
+from cldetr.engine import IncrementalTrainer
 from cldetr.errors import InputError
 from cldetr.evaluation.evaluator import IncrementalEvaluator
 from cldetr.scenario import BASE, make_scenario, make_separate_scenario
@@ -219,40 +224,54 @@ def test_a_function_that_fails_returns_nothing_or_names_no_categories_is_reporte
         read_dataset("datasets_nameless")
 
 
+def register_voc(root):
+    """What Detectron2 does with DETECTRON2_DATASETS when it is imported."""
+    for name in [name for name in DatasetCatalog.list() if name.startswith("voc_")]:
+        DatasetCatalog.remove(name)
+        MetadataCatalog.remove(name)
+    register_all_pascal_voc(str(root))
+
+
 @pytest.fixture
 def voc(tmp_path):
-    """Detectron2's built-in `voc_2007_trainval`, of four images."""
+    """Detectron2's built-in data sets of Pascal VOC 2007, of a few images."""
     root = tmp_path / "VOC2007"
     for folder in ("Annotations", "ImageSets/Main", "JPEGImages"):
         (root / folder).mkdir(parents=True)
-    names = [f"{i:06d}" for i in (5, 7, 12, 30)]
-    for name, category in zip(names, ("cat", "dog", "cat", "person"), strict=True):
+    names = [f"{index:06d}" for index in range(5, 45)]
+    for index, name in enumerate(names):
         Image.new("RGB", (100, 80)).save(root / "JPEGImages" / f"{name}.jpg")
         (root / "Annotations" / f"{name}.xml").write_text(
             "<annotation><size><width>100</width><height>80</height></size>"
-            f"<object><name>{category}</name><bndbox><xmin>11</xmin><ymin>6</ymin>"
+            f"<object><name>{CLASS_NAMES[index % 20]}</name><bndbox><xmin>11</xmin><ymin>6</ymin>"
             "<xmax>40</xmax><ymax>80</ymax></bndbox></object></annotation>"
         )
-    (root / "ImageSets" / "Main" / "trainval.txt").write_text("\n".join(names))
-    removed = [
-        f"voc_{year}_{split}" for year in (2007, 2012) for split in ("trainval", "train", "val")
-    ]
-    for name in [*removed, "voc_2007_test"]:
-        DatasetCatalog.remove(name)
-        MetadataCatalog.remove(name)
-    register_all_pascal_voc(str(tmp_path))  # what Detectron2 does with DETECTRON2_DATASETS
-    return root
+    for split, chosen in (("trainval", names), ("test", names[:4])):
+        (root / "ImageSets" / "Main" / f"{split}.txt").write_text("\n".join(chosen))
+    register_voc(tmp_path)
+    yield root
+    register_voc(Path(os.environ.get("DETECTRON2_DATASETS", "datasets")))
 
 
 def test_detectron2s_built_in_pascal_voc_is_read(voc):
     data = read_dataset("voc_2007_trainval")
-    assert len(data.categories) == 20
-    assert data.image_ids.tolist() == [5, 7, 12, 30]
-    assert [data.categories[label].name for label in data.labels] == ["cat", "dog", "cat", "person"]
+    assert [category.name for category in data.categories] == list(CLASS_NAMES)
+    assert data.image_ids.tolist() == list(range(5, 45))
+    assert data.labels.tolist() == [*range(20), *range(20)]
     assert data.boxes[0].tolist() == [10, 5, 30, 75]
     assert data.image_path(0) == voc / "JPEGImages" / "000005.jpg"
     with pytest.raises(InputError, match=r"FileNotFoundError.*DETECTRON2_DATASETS"):
         read_dataset("voc_2012_trainval")
+
+
+def test_a_run_trains_and_tests_on_pascal_voc(voc, tmp_path):
+    options = {"DATASETS.TRAIN": "[voc_2007_trainval]", "DATASETS.TEST": "[voc_2007_test]"}
+    options |= {"SCENARIO.NAME": "15+5", "OUTPUT_DIR": str(tmp_path / "run")}
+    config = Path(__file__).parents[1] / "engine" / "tiny.yaml"
+    overrides = [word for pair in options.items() for word in pair]
+    IncrementalTrainer(load_config(str(config), overrides)).train()
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert [len(phase["per_category"]) for phase in results["phases"]] == [15, 20]
 
 
 # What a run registers
