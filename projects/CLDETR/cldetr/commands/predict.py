@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
 from cldetr.analysis.predict import Detection, Predictor
@@ -19,7 +20,7 @@ from cldetr.errors import InputError
 from cldetr.files import write_json
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif")
-_MAX_DRAWING = 8  # images that wait to be drawn: bounds the memory
+_MAX_SAVING = 8  # pictures that wait to be saved: bounds the memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,8 +59,8 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     images, results, problems = [], [], []
     counts: Counter[str] = Counter()
-    drawing: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(2) as pool:  # draws while the next images are detected
+    saving: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(2) as pool:  # compresses pictures while the next images are detected
         bar = tqdm(files, desc="predicting", unit="image", disable=None)
         for image_id, path in enumerate(bar, start=1):
             try:
@@ -72,14 +73,14 @@ def run(args: argparse.Namespace) -> int:
             width, height = sizes[path]
             entry = {"id": image_id, "file_name": str(path), "width": width, "height": height}
             if not args.no_pictures:
-                drawing.append(pool.submit(_draw, pixels, found, pictures[path]))
-                if len(drawing) > _MAX_DRAWING:
-                    drawing.popleft().result()
+                saving.append(pool.submit(save_png, _draw(pixels, found), pictures[path]))
+                if len(saving) > _MAX_SAVING:
+                    saving.popleft().result()
                 entry["picture"] = pictures[path].name
             images.append(entry)
             results += [_result(image_id, detection) for detection in found]
-        for drawn in drawing:
-            drawn.result()
+        for saved in saving:
+            saved.result()
     categories = [{"id": x.id, "name": x.name} for x in predictor.categories]
     write_json(args.out / "detections.json", results)
     write_json(
@@ -152,8 +153,8 @@ def _result(image_id: int, found: Detection) -> dict[str, object]:
     }
 
 
-def _draw(pixels: np.ndarray, found: Sequence[Detection], path: Path) -> None:
+def _draw(pixels: np.ndarray, found: Sequence[Detection]) -> Image.Image:
     canvas = make_canvas(pixels)
     boxes = [Box(x.box, class_color(x.label), f"{x.name} {x.score:.2f}") for x in found]
     draw_boxes(canvas, boxes)
-    save_png(canvas.image, path)
+    return canvas.image

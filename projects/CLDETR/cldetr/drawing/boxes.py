@@ -222,7 +222,7 @@ def join_panels(
 
 
 def save_png(image: Image.Image, path: Path) -> None:
-    """Writes a picture, whole or not at all; little compression takes a fifth of the time."""
+    """Writes a picture, whole or not at all; little compression takes a third of the time."""
     with atomic_path(path) as partial:
         image.save(partial, format="PNG", compress_level=1)
 
