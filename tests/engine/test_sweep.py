@@ -120,6 +120,8 @@ def test_different_experiments_have_different_folders(tmp_path):
     assert names[0] == names[2]
     twice = [Experiment("70_10", cfg), Experiment("70_10", cfg.clone())]
     assert len(plan(twice, [0], tmp_path)) == 1
+    same_name = plan([Experiment("a", cfg), Experiment("a", other)], [0], tmp_path)
+    assert len({group.leader.name for group in same_name}) == 2
 
 
 def test_a_planted_result_is_not_shown(tmp_path):
@@ -161,6 +163,23 @@ def test_each_run_has_its_gpus(tmp_path, monkeypatch):
     assert words[words.index("--num-gpus") + 1] == "4"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")  # what a cluster allocated
     assert _slot(1, 2, 2) == {"CUDA_VISIBLE_DEVICES": "5,7"}
+
+
+def test_a_run_gets_all_gpus_unless_told_otherwise(tmp_path, monkeypatch, capsys):
+    """The batches of the paper do not fit on one."""
+    asked = []
+
+    def note(*args, gpus, **options):
+        asked.append(gpus)
+        return plan(*args, gpus=gpus, **options)
+
+    monkeypatch.setattr("cldetr.commands.sweep.plan", note)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    words = ["sweep", "70_10", "--seeds", "0", "--out", str(tmp_path), "--table-only"]
+    assert main(words) == 0
+    assert main([*words, "--gpus-per-run", "2"]) == 0
+    assert main([*words, "--cluster", "slurm", "--job", "gpus_per_node=4"]) == 0
+    assert asked == [8, 2, 4]
 
 
 def test_runs_wait_for_their_leader_and_a_failure_stops_only_what_needs_it(tmp_path):

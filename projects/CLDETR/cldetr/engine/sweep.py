@@ -15,6 +15,7 @@ import os
 import queue
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -60,7 +61,7 @@ class Job:
     """One run of a sweep.
 
     Attributes:
-        name: of its experiment.
+        name: of its experiment, with the digest where two of a sweep have the same name.
         seed: of category order, data order and training.
         cfg: the whole configuration of the run.
         gpus: processes of the run, each with a GPU; 0 is one process on the CPU.
@@ -181,6 +182,7 @@ def plan(
         gpus: of each run.
     """
     unique = {experiment.folder_name: experiment for experiment in experiments}
+    uses = Counter(experiment.name for experiment in unique.values())
     groups = []
     for seed in seeds:
         waiting: dict[str, list[Job]] = {}  # by the digest of their first phase
