@@ -187,9 +187,8 @@ def plan(
     for seed in seeds:
         waiting: dict[str, list[Job]] = {}  # by the digest of their first phase
         for folder, experiment in unique.items():
-            job = make_job(
-                experiment.name, experiment.cfg, out / folder / f"seed{seed}", seed, gpus
-            )
+            name = experiment.name if uses[experiment.name] == 1 else folder
+            job = make_job(name, experiment.cfg, out / folder / f"seed{seed}", seed, gpus)
             key, model = first_phase_digest(identity(job.cfg)), None
             if not experiment.cfg.MODEL.DETECTOR:
                 if job.begun:
