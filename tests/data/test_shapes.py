@@ -15,7 +15,7 @@ from cldetr.data.shapes import (
     SPLITS,
     ShapesOptions,
     category_shares,
-    draw_scene,
+    draw_image,
     ensure_shapes,
 )
 from cldetr.data.silhouettes import SILHOUETTES, draw_silhouette
@@ -49,21 +49,21 @@ def test_the_default_data_set_never_changes():
     digest = hashlib.sha256()
     for split in SPLITS:
         for index in range(20):
-            scene = draw_scene(ShapesOptions(), split, index)
+            scene = draw_image(ShapesOptions(), split, index)
             for part in (scene.pixels, scene.labels, scene.boxes, scene.areas):
                 digest.update(part.tobytes())
     assert digest.hexdigest() == "3a99f553a0aa8e9949cf1a95d514a5d94355f920c77a02b2ece0b884f8ac99b1"
 
 
 def test_an_image_does_not_depend_on_how_many_there_are():
-    few = draw_scene(SMALL, "train", 17)
-    many = draw_scene(ShapesOptions(train_images=999, val_images=99, seed=3), "train", 17)
+    few = draw_image(SMALL, "train", 17)
+    many = draw_image(ShapesOptions(train_images=999, val_images=99, seed=3), "train", 17)
     assert np.array_equal(few.pixels, many.pixels)
     assert np.array_equal(few.boxes, many.boxes)
 
 
 def test_train_and_val_show_different_scenes():
-    train, val = (draw_scene(SMALL, split, 0) for split in SPLITS)
+    train, val = (draw_image(SMALL, split, 0) for split in SPLITS)
     assert not np.array_equal(train.pixels, val.pixels)
 
 
@@ -79,7 +79,7 @@ def test_annotations_are_coco_and_agree_with_the_pictures(data, split):
         with Image.open(data.images(split) / image["file_name"]) as picture:
             assert picture.size == (image["width"], image["height"]) == (96, 96)
             pixels = np.asarray(picture)
-        scene = draw_scene(SMALL, split, number)
+        scene = draw_image(SMALL, split, number)
         assert np.array_equal(pixels, scene.pixels)
         shapes = coco.imgToAnns[image_id]
         assert 1 <= len(shapes) <= 6
@@ -98,8 +98,8 @@ def test_every_category_occurs_in_both_splits_even_when_they_are_tiny(tmp_path):
 
 
 def test_categories_follow_the_long_tail():
-    scenes = [draw_scene(ShapesOptions(), "train", number) for number in range(400)]
-    counts = np.bincount(np.concatenate([scene.labels for scene in scenes]), minlength=10)
+    drawn = [draw_image(ShapesOptions(), "train", number) for number in range(400)]
+    counts = np.bincount(np.concatenate([scene.labels for scene in drawn]), minlength=10)
     expected = (
         counts.sum() * np.sort(np.arange(1, 11) ** -0.7)[::-1] / (np.arange(1, 11) ** -0.7).sum()
     )
@@ -120,9 +120,9 @@ def test_frequent_and_rare_categories_are_spread_over_the_ids(categories):
 
 def test_objects_lie_inside_the_image_and_stay_mostly_visible():
     options = ShapesOptions(size=80)
-    scenes = [draw_scene(options, "val", number) for number in range(150)]
-    boxes = np.concatenate([scene.boxes for scene in scenes])
-    hidden = np.concatenate([scene.hidden for scene in scenes])
+    drawn = [draw_image(options, "val", number) for number in range(150)]
+    boxes = np.concatenate([scene.boxes for scene in drawn])
+    hidden = np.concatenate([scene.hidden for scene in drawn])
     sides = (boxes[:, 2:] - boxes[:, :2]).max(axis=1)
     assert boxes.min() >= 0
     assert boxes.max() <= 80
@@ -133,12 +133,12 @@ def test_objects_lie_inside_the_image_and_stay_mostly_visible():
 
 
 def test_colour_does_not_tell_the_category():
-    scenes = [draw_scene(ShapesOptions(most_objects=1, tail=0), "train", n) for n in range(400)]
-    centres = [np.rint(scene.boxes[0].reshape(2, 2).mean(axis=0)).astype(int) for scene in scenes]
+    drawn = [draw_image(ShapesOptions(most_objects=1, tail=0), "train", n) for n in range(400)]
+    centres = [np.rint(scene.boxes[0].reshape(2, 2).mean(axis=0)).astype(int) for scene in drawn]
     colours = np.array(
-        [scene.pixels[y, x] for scene, (x, y) in zip(scenes, centres, strict=True)], dtype=float
+        [scene.pixels[y, x] for scene, (x, y) in zip(drawn, centres, strict=True)], dtype=float
     )
-    labels = np.array([scene.labels[0] for scene in scenes])
+    labels = np.array([scene.labels[0] for scene in drawn])
     # The ring and the crescent show background in the middle; the others their fill.
     solid = ~np.isin(labels, [4, 7])
     means = np.array([colours[labels == label].mean(axis=0) for label in np.unique(labels[solid])])
@@ -147,9 +147,9 @@ def test_colour_does_not_tell_the_category():
 
 
 def test_objects_stand_out_from_the_background():
-    scenes = [draw_scene(ShapesOptions(most_objects=1, categories=2), "val", n) for n in range(100)]
+    drawn = [draw_image(ShapesOptions(most_objects=1, categories=2), "val", n) for n in range(100)]
     weak = 0
-    for scene in scenes:
+    for scene in drawn:
         x0, y0, x1, y1 = np.rint(scene.boxes[0]).astype(int)
         grey = scene.pixels @ np.array([0.299, 0.587, 0.114])
         middle = grey[
@@ -162,9 +162,9 @@ def test_objects_stand_out_from_the_background():
 
 
 def test_boxes_are_where_the_picture_shows_the_object():
-    scenes = [draw_scene(ShapesOptions(most_objects=1, categories=2), "val", n) for n in range(60)]
+    drawn = [draw_image(ShapesOptions(most_objects=1, categories=2), "val", n) for n in range(60)]
     errors = []
-    for scene in scenes:
+    for scene in drawn:
         pixels = scene.pixels.astype(float)
         x, y = np.rint(scene.boxes[0].reshape(2, 2).mean(axis=0)).astype(int)
         alike = np.linalg.norm(pixels - pixels[y - 1 : y + 2, x - 1 : x + 2].mean((0, 1)), axis=-1)
@@ -254,9 +254,9 @@ def test_an_interrupted_generation_leaves_nothing_behind(tmp_path, monkeypatch):
     def interrupted(options, split, number):
         if number == 5:
             raise KeyboardInterrupt
-        return draw_scene(options, split, number)
+        return draw_image(options, split, number)
 
-    monkeypatch.setattr(module, "draw_scene", interrupted)
+    monkeypatch.setattr(module, "draw_image", interrupted)
     with pytest.raises(KeyboardInterrupt):
         ensure_shapes(tmp_path / "shapes", SMALL)
     assert os.listdir(tmp_path) == []

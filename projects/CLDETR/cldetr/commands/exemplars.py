@@ -10,6 +10,7 @@ import numpy as np
 from tqdm import tqdm
 
 from cldetr.data.coco import load_coco
+from cldetr.data.coco_writer import write_subset
 from cldetr.data.counts import ClassCounts
 from cldetr.data.exemplars import (
     STRATEGIES,
@@ -19,7 +20,6 @@ from cldetr.data.exemplars import (
     resolve_budget,
     select_random,
 )
-from cldetr.data.export import write_subset
 from cldetr.data.memory import (
     ExemplarMemory,
     PhaseExemplars,

@@ -10,7 +10,7 @@ from typing import Any
 
 from cldetr.data.audit import audit_scenario
 from cldetr.data.coco import CocoData, load_coco
-from cldetr.data.export import write_subset
+from cldetr.data.coco_writer import write_subset
 from cldetr.data.manifest import save_manifest
 from cldetr.errors import InputError
 from cldetr.files import write_json

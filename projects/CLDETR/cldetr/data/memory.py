@@ -21,9 +21,9 @@ import msgspec
 import numpy as np
 
 from cldetr.data.coco import CocoData, label_table
+from cldetr.data.coco_writer import write_subset
 from cldetr.data.counts import ClassCounts
 from cldetr.data.exemplars import Selection
-from cldetr.data.export import write_subset
 from cldetr.errors import InputError
 from cldetr.files import read_sealed, sha256_file, write_sealed
 from cldetr.scenario import BASE, AnnotatedSubset, Category, Scenario

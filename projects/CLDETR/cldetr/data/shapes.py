@@ -97,7 +97,7 @@ class ShapesPaths:
 
 
 @dataclass(frozen=True)
-class Scene:
+class ShapesImage:
     """One image with its O objects in drawing order: later ones are on top."""
 
     pixels: np.ndarray  # (size, size, 3) uint8
@@ -155,7 +155,7 @@ def category_shares(categories: int, tail: float) -> np.ndarray:
     return shares / shares.sum()
 
 
-def draw_scene(options: ShapesOptions, split: str, index: int) -> Scene:
+def draw_image(options: ShapesOptions, split: str, index: int) -> ShapesImage:
     """Draws an image of a split."""
     rng = np.random.default_rng((options.seed, SPLITS.index(split), index))
     outlines = list(SILHOUETTES.values())[: options.categories]
@@ -193,7 +193,7 @@ def draw_scene(options: ShapesOptions, split: str, index: int) -> Scene:
         areas.append(mask.area)
 
     grain = rng.integers(-4, 5, canvas.shape, dtype=np.int8)
-    return Scene(
+    return ShapesImage(
         pixels=np.clip(np.rint(canvas) + grain, 0, 255).astype(np.uint8),
         labels=np.array(labels),
         boxes=np.array(boxes),
@@ -249,17 +249,17 @@ def _generate(paths: ShapesPaths, options: ShapesOptions) -> None:
             images: list[dict[str, Any]] = []
             annotations: list[dict[str, Any]] = []
             for index in range(options.images(split)):
-                scene = draw_scene(options, split, index)
+                image = draw_image(options, split, index)
                 image_id += 1  # unique over both splits
                 file_name = f"{image_id:06d}.png"
                 # Level 1: the grain compresses badly at any level.
-                picture = Image.fromarray(scene.pixels)
+                picture = Image.fromarray(image.pixels)
                 picture.save(paths.images(split) / file_name, compress_level=1)
                 side = options.size
                 images.append(
                     {"id": image_id, "file_name": file_name, "width": side, "height": side}
                 )
-                for label, box, area in zip(scene.labels, scene.boxes, scene.areas, strict=True):
+                for label, box, area in zip(image.labels, image.boxes, image.areas, strict=True):
                     object_id += 1
                     x0, y0, x1, y1 = box.tolist()
                     annotations.append(
