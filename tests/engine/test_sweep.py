@@ -17,6 +17,7 @@ from cldetr.engine.sweep import (
     _slot,
     collect,
     first_phase_digest,
+    job_names,
     make_job,
     plan,
     run_with_dependencies,
@@ -83,6 +84,21 @@ def test_a_first_phase_of_an_earlier_sweep_is_taken_over(tmp_path):
     assert str(earlier.leader.first_model) == jobs["70_10"].cfg.MODEL.DETECTOR
     assert jobs["70_10_lwf"].cfg.MODEL.DETECTOR == ""
     assert jobs["40_40"].cfg.MODEL.DETECTOR == ""
+
+
+def test_results_come_in_the_order_of_the_experiments(tmp_path, monkeypatch):
+    """Changes in a table are against the first, whichever run leads or takes a phase over."""
+    pair = experiments("70_10", "70_10_lwf")
+    (lwf,) = plan(pair[1:], [0], tmp_path)
+    pretend_to_begin(lwf.leader, first_phase_finished=True)
+    groups = plan(pair, [0], tmp_path, share_first=True)
+    for job in (job for group in groups for job in group.jobs):
+        if not job.begun:
+            pretend_to_begin(job)
+        (job.folder / "results.json").write_text("{}")
+    monkeypatch.setattr("cldetr.engine.sweep.load_results", lambda path: {})
+    backwards = collect(groups[::-1], job_names(pair).values())
+    assert list(backwards.results) == ["70_10", "70_10_lwf"]
 
 
 def test_a_run_keeps_the_first_phase_that_it_began_with(tmp_path):

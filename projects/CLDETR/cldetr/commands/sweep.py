@@ -16,7 +16,7 @@ from cldetr.config import check_keys, load_config, merge_overrides
 from cldetr.config_files import compose, folder_names, part_from
 from cldetr.engine.cluster import run_on_cluster
 from cldetr.engine.initial_weights import check_weights
-from cldetr.engine.sweep import Collected, Experiment, JobGroup, collect, plan, run_here
+from cldetr.engine.sweep import Collected, Experiment, JobGroup, collect, job_names, plan, run_here
 from cldetr.errors import InputError
 from cldetr.files import atomic_path
 from cldetr.report.comparison import write_comparison
@@ -113,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
             else:
                 run_here(groups, args.parallel or room)
     finally:  # also with a run that failed: the table of the others
-        found = collect(groups)
+        found = collect(groups, job_names(experiments).values())
         _write_table(args, table, found)
     if found.results:
         _write_page(groups, args.out)

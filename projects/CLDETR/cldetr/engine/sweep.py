@@ -16,7 +16,7 @@ import queue
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -182,13 +182,12 @@ def plan(
         gpus: of each run.
     """
     unique = {experiment.folder_name: experiment for experiment in experiments}
-    uses = Counter(experiment.name for experiment in unique.values())
-    groups = []
+    names, groups = job_names(experiments), []
     for seed in seeds:
         waiting: dict[str, list[Job]] = {}  # by the digest of their first phase
         for folder, experiment in unique.items():
-            name = experiment.name if uses[experiment.name] == 1 else folder
-            job = make_job(name, experiment.cfg, out / folder / f"seed{seed}", seed, gpus)
+            root = out / folder / f"seed{seed}"
+            job = make_job(names[folder], experiment.cfg, root, seed, gpus)
             key, model = first_phase_digest(identity(job.cfg)), None
             if not experiment.cfg.MODEL.DETECTOR:
                 if job.begun:
@@ -203,6 +202,13 @@ def plan(
                 groups.append(JobGroup(job))
         groups += [_led_group(jobs) for jobs in waiting.values()]
     return groups
+
+
+def job_names(experiments: Sequence[Experiment]) -> dict[str, str]:
+    """What runs are called, by folder: names, or folders where two experiments share a name."""
+    names = {experiment.folder_name: experiment.name for experiment in experiments}
+    uses = Counter(names.values())
+    return {folder: name if uses[name] == 1 else folder for folder, name in names.items()}
 
 
 def make_job(name: str, cfg: CfgNode, folder: Path, seed: int = 0, gpus: int = 0) -> Job:
@@ -267,10 +273,17 @@ def run_with_dependencies(
         raise InputError.listing("some runs failed; start the sweep again to go on:", failures)
 
 
-def collect(groups: Sequence[JobGroup]) -> Collected:
-    """Results of the finished runs; a directory that holds another run gives none."""
+def collect(groups: Sequence[JobGroup], names: Iterable[str] = ()) -> Collected:
+    """Results of the finished runs; a directory that holds another run gives none.
+
+    Args:
+        groups: the runs.
+        names: the order in which experiments come, where it matters.
+    """
+    order = {name: index for index, name in enumerate(names)}
+    jobs = [job for group in groups for job in group.jobs]
     found = Collected()
-    for job in (job for group in groups for job in group.jobs):
+    for job in sorted(jobs, key=lambda job: order.get(job.name, len(order))):
         if problems := job.differences():
             more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
             found.refused.append(
