@@ -8,7 +8,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 INPUTS = ("coco", "images", "malice", "keys")
-RUNS = ("kill", "save", "term", "damage", "disk", "nan", "order", "ranks")
+RUNS = (
+    *("kill", "save", "term", "damage", "disk", "nan", "order"),
+    *("starts", "seams", "ranks"),
+)
 
 
 def check(*campaigns, seconds):
