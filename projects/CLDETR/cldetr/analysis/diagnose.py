@@ -250,10 +250,8 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
         _rate_line(f"the run's rule ({diagnosis.rule.select})", summary["rule"]),
         _rate_line(diagnosis.recommended_text, summary["recommended"]),
     ]
-    axes: list[tuple[str, Sequence[float]]] = [
-        *(("K", grid.k), ("λ", grid.iou), ("score >", grid.score))
-    ]
-    for axis, (title, values) in enumerate(axes):
+    axes: dict[str, Sequence[float]] = {"K": grid.k, "λ": grid.iou, "score >": grid.score}
+    for axis, (title, values) in enumerate(axes.items()):
         lines += ["", f"{title}, the others as recommended"]
         for index, value in enumerate(values):
             setting = (*best[:axis], index, *best[axis + 1 :])

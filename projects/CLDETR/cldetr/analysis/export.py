@@ -60,13 +60,7 @@ class FixedSizeDetector(nn.Module):
 def export_detector(
     predictor: Predictor, height: int, width: int, path: str | os.PathLike[str]
 ) -> float:
-    """Writes a detector for images of one size, after it has proved equal on random images.
-
-    Args:
-        predictor: the detector with its classes.
-        height: of the images, in pixels.
-        width: likewise.
-        path: the file, `.pt2`.
+    """Writes a detector for images of one size, `.pt2`, after it proved equal on random images.
 
     Returns:
         the largest difference of a score or, in units of the image, of a box that was found.
@@ -102,19 +96,15 @@ def export_detector(
 
 def _fix_sizes(model: FixedSizeDetector, image: Tensor) -> None:
     """Tells every deformable attention the sizes of its levels, as one image has them."""
+
+    def fix(attention: Any, arguments: Any) -> None:
+        attention.fixed_sizes = arguments[3].tolist()
+
     attentions = [module for module in model.modules() if isinstance(module, MSDeformAttn)]
-    seen: dict[MSDeformAttn, list[list[int]]] = {}
-
-    def note(module: nn.Module, arguments: Any) -> None:
-        assert isinstance(module, MSDeformAttn)
-        seen[module] = arguments[3].tolist()
-
-    handles = [attention.register_forward_pre_hook(note) for attention in attentions]
+    handles = [attention.register_forward_pre_hook(fix) for attention in attentions]
     model(image)
     for handle in handles:
         handle.remove()
-    for attention in attentions:
-        attention.fixed_sizes = seen[attention]
 
 
 def _difference(

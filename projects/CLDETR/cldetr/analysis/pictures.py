@@ -153,11 +153,7 @@ class RunArtist:
     ) -> list[int]:
         """Indices of a view: those asked for, or a sample that shows old and new classes at once.
 
-        Args:
-            phase: has the new classes.
-            view: images with all classes seen so far.
-            images: image ids that are asked for; None for a sample.
-            sample: its size.
+        The view has all classes seen so far annotated.
         """
         if images is not None:
             return np.flatnonzero(np.isin(view.image_ids, images)).tolist()

@@ -14,20 +14,8 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cldetr.drawing.boxes import (
-    BLUE,
-    GREEN,
-    GREY,
-    YELLOW,
-    Box,
-    Canvas,
-    Color,
-    Corners,
-    draw_boxes,
-    draw_links,
-    join_panels,
-    make_canvas,
-)
+from cldetr.drawing import boxes
+from cldetr.drawing.boxes import BLUE, GREEN, GREY, YELLOW, Box, Canvas, Color, Corners
 from cldetr.layers.boxes import box_cxcywh_to_xyxy
 from cldetr.methods.learner import Learner
 from cldetr.methods.pseudo import drop_overlapping, merge
@@ -83,10 +71,7 @@ class Scene:
 def examine_image(learner: Learner, entry: dict[str, Any], hidden: Target | None = None) -> Scene:
     """Labels and matches one image as the learner would in a step, without touching its state.
 
-    Args:
-        learner: of the stage.
-        entry: a mapped image with its targets, as `Augmentation.deterministic` gives.
-        hidden: old objects that the entry's targets lack, shown beside them.
+    The entry is mapped by `Augmentation.deterministic`; `hidden` are old objects that it lacks.
     """
     detector = learner.detector
     was_training = detector.training
@@ -131,12 +116,8 @@ def examine_image(learner: Learner, entry: dict[str, Any], hidden: Target | None
 def draw_scene(scene: Scene, names: Sequence[str], panel: int = _PANEL) -> Image.Image:
     """Draws a scene: hidden objects and pseudo-labels, the merged labels, the matched predictions.
 
-    Lines lead from each label to the prediction that it is matched with.
-
-    Args:
-        scene: what to draw.
-        names: of the classes, by label.
-        panel: short side of each of the pictures side by side.
+    Lines lead from each label to the prediction that it is matched with. `panel` is the short side
+    of each picture.
     """
     panels: list[tuple[str, list[Box]]] = []
     pseudo = scene.pseudo.boxes(names, BLUE)
@@ -164,7 +145,7 @@ def draw_scene(scene: Scene, names: Sequence[str], panel: int = _PANEL) -> Image
         )
         for box, link in zip(matched, scene.links.tolist(), strict=True)
     ]
-    return draw_links(sheet, links)
+    return boxes.draw_links(sheet, links)
 
 
 def draw_panels(
@@ -175,14 +156,13 @@ def draw_panels(
 ) -> tuple[Image.Image, list[Canvas], list[tuple[int, int]]]:
     """Draws an image several times side by side, each with a title and boxes of its own.
 
-    Returns:
-        the sheet, the canvas of each panel, and where its top left corner is on the sheet.
+    Returns the sheet, the canvas of each panel, and where its top left corner is on the sheet.
     """
-    canvases = [make_canvas(pixels, panel, fit=True) for _ in panels]
-    for canvas, (_, boxes) in zip(canvases, panels, strict=True):
-        draw_boxes(canvas, boxes)
+    canvases = [boxes.make_canvas(pixels, panel, fit=True) for _ in panels]
+    for canvas, (_, shown) in zip(canvases, panels, strict=True):
+        boxes.draw_boxes(canvas, shown)
     titles = [title for title, _ in panels]
-    sheet, starts = join_panels([x.image for x in canvases], titles, list(legend.items()))
+    sheet, starts = boxes.join_panels([x.image for x in canvases], titles, list(legend.items()))
     return sheet, canvases, starts
 
 

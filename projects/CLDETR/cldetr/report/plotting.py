@@ -93,12 +93,7 @@ class Plot:
 
 
 def panel_svg(panel: Panel, salt: str) -> Markup:
-    """One panel as an SVG element for a page, in the page's own colours.
-
-    Args:
-        panel: what to draw.
-        salt: unlike that of every other panel of the page, so that their ids differ.
-    """
+    """One panel as an SVG element for a page, in its colours; `salt` keeps ids of panels apart."""
     with _style(salt):
         size = (panel.width / _UNIT, panel.height / _UNIT)
         figure = Figure(size, layout="constrained", facecolor="none")

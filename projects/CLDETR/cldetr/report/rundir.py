@@ -185,7 +185,7 @@ class _Reader:
         self, settings: dict[str, Any], scenario: Scenario | None
     ) -> dict[str, Any] | None:
         """results.json, or of an unfinished run the same from the phases that are evaluated."""
-        whole = self._attempt(_whole_results, "results.json")
+        whole = self._attempt(_checked(_RESULTS, load_results), "results.json")
         entries: list[dict[str, Any]] = []
         for phase in self.phases:
             entry = self._attempt(_checked(_Entry), f"phase{phase}/evaluate/metrics.json")
@@ -258,21 +258,17 @@ _Start: Any = _shape(time=str, device=str, processes=int, versions=dict[str, str
 _STARTS = _shape(starts=list[_Start])
 
 
-def _checked(kind: Any) -> Callable[[Path], dict[str, Any]]:
+def _checked(
+    kind: Any, read: Callable[[Path], dict[str, Any]] = read_json
+) -> Callable[[Path], dict[str, Any]]:
     """A reader of JSON files that have at least the fields of a shape."""
 
-    def read(path: Path) -> dict[str, Any]:
-        content = read_json(path)
+    def read_checked(path: Path) -> dict[str, Any]:
+        content = read(path)
         msgspec.convert(content, kind)
         return content
 
-    return read
-
-
-def _whole_results(path: Path) -> dict[str, Any]:
-    results = load_results(path)
-    msgspec.convert(results, _RESULTS)
-    return results
+    return read_checked
 
 
 def _stage(path: Path) -> Stage:
