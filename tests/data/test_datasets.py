@@ -107,6 +107,9 @@ def test_a_registered_coco_file_is_read_by_its_name(tmp_path):
     data = read_dataset("datasets_coco")
     assert (data.name, data.json_file, data.image_root) == ("datasets_coco", path, tmp_path)
     assert data.fingerprint == load_coco(path, tmp_path).fingerprint
+    path.unlink()
+    with pytest.raises(InputError, match=r"no annotation file .*a\.json.*DETECTRON2_DATASETS"):
+        read_dataset("datasets_coco")
 
 
 def test_a_name_that_is_not_registered_gets_suggestions():

@@ -39,6 +39,8 @@ def _read_coco(path: str, image_root: str, **options: Any) -> CocoData:
     return load_coco(path, image_root, cache_dir=cache_folder(path), **options)
 
 
+_BUILT_IN = " (Detectron2's built-in data sets are below the folder DETECTRON2_DATASETS)"
+
 # Readers of files, by the ending of their names. To add a format, write a function with the same
 # arguments and enter it here; `data_from_dicts` makes a `CocoData` of Detectron2's dictionaries.
 READERS: dict[str, Callable[..., CocoData]] = {".json": _read_coco}
@@ -74,6 +76,11 @@ def read_dataset(reference: str, *, bad_boxes: str = "stop", trim: bool = True) 
     is_coco = hasattr(metadata, "json_file") and hasattr(metadata, "image_root")
     if is_coco and metadata.get("evaluator_type", "coco") == "coco":
         json_file = PathManager.get_local_path(os.fspath(metadata.json_file))
+        if not os.path.exists(json_file):
+            raise InputError(
+                f"there is no annotation file {json_file} of the data set {reference!r}: put it "
+                f"there{_BUILT_IN}"
+            )
         image_root = os.fspath(metadata.image_root)
         return _read_coco(json_file, image_root, name=reference, bad_boxes=bad_boxes, trim=trim)
     try:
@@ -82,7 +89,7 @@ def read_dataset(reference: str, *, bad_boxes: str = "stop", trim: bool = True) 
         hint = "check that its files are there" if isinstance(error, OSError) else "fix it"
         raise InputError(
             f"the function registered as {reference!r} failed: {type(error).__name__}: {error}; "
-            f"{hint} (Detectron2's built-in data sets are below the folder DETECTRON2_DATASETS)"
+            f"{hint}{_BUILT_IN}"
         ) from error
     return data_from_dicts(
         reference, dicts, metadata.get("thing_classes"), bad_boxes=bad_boxes, trim=trim
