@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from detectron2.structures import Boxes, Instances
-
 from cldetr.engine.from_lazy import recipe_from_lazy
 from cldetr.engine.from_yaml import recipe_from_yaml
 from cldetr.engine.recipe import Schedule, StageSchedule
+from detectron2.structures import Boxes, Instances
+
 from cldetr.errors import InputError
 
 TWINS = ["shapes", "70_10", "40_40", "40_20x2", "40_10x4"]

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from cldetr.config import load_config
 from cldetr.engine import IncrementalTrainer
 from cldetr.engine.checkpoint import load_state
 from cldetr.engine.ledger import Ledger
@@ -86,6 +87,7 @@ def test_a_finished_run_resumes_to_the_same_without_training(finished, tiny_conf
     monkeypatch.setattr(StageTrainer, "run_step", refuse)
     before = artefacts(finished)[1]
     train(tiny_config(finished), resume=True)
+    train(load_config(str(finished / "config.yaml")), resume=True)  # the run's own file
     assert artefacts(finished)[1] == before
 
 
@@ -236,5 +238,5 @@ def test_eval_only_repeats_the_runs_last_numbers(finished, tiny_shapes):
 
 
 def test_the_data_may_not_change_under_a_run(finished, tiny_config):
-    with pytest.raises(InputError, match="SCENARIO.DATA_SEED: was 0, now 5"):
+    with pytest.raises(InputError, match=r"SCENARIO\.DATA_SEED: was 0, now 5"):
         train(tiny_config(finished, "SCENARIO.DATA_SEED", "5"), resume=True)

@@ -76,7 +76,14 @@ def test_replayed_exemplars_have_predictions_too(finished):
 
 def test_without_augmentation_training_is_as_with_the_live_teacher(finished, tiny_config, tmp_path):
     given = ["MODEL.DETECTOR", str(finished / "phase1/train/model.pth")]
-    shared = [*given, *NO_AUGMENTATION, "MODEL.DETR.DROPOUT", "0.0", "SCHEDULE.TRAIN.MAX_STEPS", "2"]
+    shared = [
+        *given,
+        *NO_AUGMENTATION,
+        "MODEL.DETR.DROPOUT",
+        "0.0",
+        "SCHEDULE.TRAIN.MAX_STEPS",
+        "2",
+    ]
     train(tiny_config(tmp_path / "cached", *CACHE, *shared))
     live = ["METHOD.PSEUDO.FOREGROUND", "0.01"]
     train(tiny_config(tmp_path / "live", *live, *shared))
@@ -107,7 +114,9 @@ def test_crashes_all_along_change_nothing(finished, tiny_config, tmp_path, monke
         budget[0] -= 1
 
     monkeypatch.setattr(StageTrainer, "run_step", lambda self: (spend(), step(self)))
-    monkeypatch.setattr(Learner, "teacher_candidates", lambda self, batch: (spend(), ask(self, batch))[1])
+    monkeypatch.setattr(
+        Learner, "teacher_candidates", lambda self, batch: (spend(), ask(self, batch))[1]
+    )
     crashes, limit = 0, 3
     while not (tmp_path / "results.json").exists():
         budget[0] = limit

@@ -160,6 +160,11 @@ def _defaults() -> dict[str, Any]:
     return dict(leaves(default_config()))
 
 
+def _is_set(key: str, value: Any) -> bool:
+    """Whether a value is not the key's default; tuples that went through a file are lists."""
+    return json.dumps(value) != json.dumps(_defaults().get(key))
+
+
 def default_config() -> CN:
     """Detectron2's and this project's keys with their default values."""
     cfg = get_cfg()
@@ -193,7 +198,7 @@ def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
     problems = [
         f"{key} is not used: {instead}"
         for key, value in leaves(cfg)
-        if key in _UNUSED and value != _defaults()[key]
+        if key in _UNUSED and _is_set(key, value)
         for instead, method in [_UNUSED[key]]
         if method not in overridden
     ]
@@ -231,7 +236,7 @@ def check_model_keys(cfg: CN, read: Collection[str]) -> None:
         f"{key} is set, but {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.BACKBONE.NAME} does not "
         "read it: remove it"
         for key, value in leaves(cfg)
-        if key.startswith("MODEL.") and key not in read and value != _defaults().get(key)
+        if key.startswith("MODEL.") and key not in read and _is_set(key, value)
         if key not in ("MODEL.WEIGHTS", "MODEL.DETECTOR", "MODEL.DEVICE", "MODEL.DETR.NUM_CLASSES")
     ]
     if problems:

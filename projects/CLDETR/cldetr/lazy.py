@@ -19,13 +19,14 @@ has named (`trust_package`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-import pydoc
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from detectron2.config import CfgNode, LazyConfig, instantiate
 from detectron2.modeling import META_ARCH_REGISTRY
+from detectron2.utils.registry import locate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
@@ -125,9 +126,10 @@ def lazy_part(cfg: CfgNode, name: str, **changes: Any) -> Any:
             )
     for key, value in changes.items():
         field = key.replace("__", ".")
-        if isinstance(node, DictConfig) and OmegaConf.select(node, field, default=node) is node:
-            raise InputError(f"{name} has no {field}: the trainer sets it for each stage")
-        OmegaConf.update(node, field, value, merge=False)
+        first = field.partition(".")[0]
+        if isinstance(node, DictConfig) and first not in node:
+            raise InputError(f"{name} has no {first}: the trainer sets {field} for each stage")
+        OmegaConf.update(node, field, value, merge=False, force_add=True)
     return (
         [instantiate(each) for each in node] if isinstance(node, ListConfig) else instantiate(node)
     )
@@ -244,12 +246,16 @@ def _is_trusted(name: str) -> bool:
         return True
     if not name.startswith(tuple(_trusted)):
         return False
-    try:
-        found = pydoc.locate(name)
-    except pydoc.ErrorDuringImport:
-        return False
+    found = _locate(name)
     # A module that is run as a script, or is itself a package, has its name without a dot.
     return f"{getattr(found, '__module__', '')}.".startswith(tuple(_trusted))
+
+
+def _locate(name: str) -> Any:
+    """What a dotted name leads to, None where it leads to nothing."""
+    with contextlib.suppress(Exception):  # whatever importing a module may raise
+        return locate(name)
+    return None
 
 
 def _targets(node: Any) -> Iterator[str]:
@@ -275,7 +281,7 @@ def _tidy(value: Any, path: str) -> Any:
         return [_tidy(item, path) for item in value]
     if callable(value):
         name = f"{value.__module__}.{value.__qualname__}"
-        if pydoc.locate(name) is not value:
+        if _locate(name) is not value:
             raise InputError(
                 f"{path}: {name} cannot be found again by its name; define it at the top of a "
                 "module and import it from there"
