@@ -92,6 +92,24 @@ def test_labels_never_cover_each_other_and_what_has_no_room_is_counted(monkeypat
     assert (places[:, 2:] <= 480).all()
 
 
+def test_no_label_hides_a_small_object(monkeypatch):
+    spots = []
+    monkeypatch.setattr(
+        drawing._Labels, "_write", lambda self, text, spot, color: spots.append((text, spot))
+    )
+    canvas = make_canvas(grey(96, 96))
+    small = [(x, y, x + 2, y + 2) for x in range(0, 94, 3) for y in range(0, 94, 3)]
+    draw_boxes(
+        canvas, [Box((30, 30, 60, 60), GREEN, "a large one"), *(Box(x, BLUE) for x in small)]
+    )
+    assert [text for text, _ in spots] == ["1 labels not shown"]  # there is no room between them
+    spots.clear()
+    draw_boxes(canvas, [Box((30, 30, 60, 60), GREEN, "a large one"), Box((30, 26, 34, 30), BLUE)])
+    [(_, spot)] = spots
+    object_at = np.array([[30, 26, 34, 30]]) * 5.0
+    assert drawing._shared_areas(spot[None], object_at).item() == 0
+
+
 def test_panels_keep_their_pixels_and_titles_their_room():
     image = Image.fromarray(grey(480, 480))
     sheet, corners = join_panels([image, image], ["a", "b " * 80], [("ground truth", GREEN)])

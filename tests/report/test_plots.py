@@ -37,6 +37,9 @@ def test_curves_go_through_the_ap_of_each_phase_of_each_run():
     assert theirs.get_ydata().tolist() == [40, 4]
     assert [key.label for key in plot.legend] == ["a", "b"]
     assert ours.get_color() != theirs.get_color()
+    assert {line.get_linestyle() for line in drawn(plot.panels[1]).lines} == {"-"}
+    # The new categories of two phases are not the same ones: no line joins them.
+    assert {line.get_linestyle() for line in drawn(plot.panels[2]).lines} == {"None"}
 
 
 def test_bars_have_the_final_ap_and_an_absent_value_is_no_bar():

@@ -160,7 +160,7 @@ def _draw_category_dots(finals: Sequence[dict[str, float]], names: Sequence[str]
 
 def _label_above(values: Sequence[float]) -> list[bool]:
     """Whether a point's label goes above it: where the line does not rise from it."""
-    room = 0.16 * max(values)  # what a label below needs
+    room = 0.16 * max(*values, 1.0)  # what a label below needs
     found = []
     for index, value in enumerate(values):
         near = [values[i] for i in (index - 1, index + 1) if 0 <= i < len(values)]

@@ -158,7 +158,8 @@ def bar_panels(
     title: str, rows: Sequence[tuple[str, float]], text: Callable[[float], str], unit: str = ""
 ) -> list[Panel]:
     """Panels with a bar and its value, as `text` writes it, for each row; all of one scale."""
-    limit = max((abs(value) for _, value in rows), default=0.0) or 1.0
+    least = 1.0 if "AP" in unit else 1e-9  # a thousandth of a point is not to look like much
+    limit = max([least, *(abs(value) for _, value in rows)])
     return row_panels(title, rows, lambda part, ax: _draw_bars(part, limit, text, unit, ax))
 
 
