@@ -36,9 +36,10 @@ logger = logging.getLogger(__name__)
 
 COMPILE_JOBS = "2"  # a job takes about a gigabyte
 LAST_LINES = 15  # of the compiler's output, shown when it fails
+_STANDARD = "-std=c++20"  # older versions of torch have C++17 as their default
 # Without the last two, loops with a conversion or a comparison of floats are not vectorised.
-CPU_FLAGS = ("-O3", "-Wall", "-fno-math-errno", "-fno-trapping-math")
-CUDA_FLAGS = ("-O3", "-Xcompiler=-Wall", f"--threads={COMPILE_JOBS}")
+CPU_FLAGS = (_STANDARD, "-O3", "-Wall", "-fno-math-errno", "-fno-trapping-math")
+CUDA_FLAGS = (_STANDARD, "-O3", "-Xcompiler=-Wall", f"--threads={COMPILE_JOBS}")
 # Data center and desktop GPUs; each toolkit knows some of them. The newest is also stored as PTX,
 # which later GPUs compile when the library is loaded.
 USUAL_ARCHITECTURES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
