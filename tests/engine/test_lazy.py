@@ -2,46 +2,35 @@
 
 import pytest
 import torch
-from cldetr.engine.from_lazy import recipe_from_lazy
-from cldetr.engine.from_yaml import recipe_from_yaml
-from cldetr.engine.recipe import Schedule, StageSchedule
+from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 
+from cldetr.config import load_config, method_of, schedule_of
+from cldetr.config_files import find_config
 from cldetr.errors import InputError
-
-TWINS = ["shapes", "70_10", "40_40", "40_20x2", "40_10x4"]
-
-
-@pytest.fixture
-def configs(request):
-    return request.config.rootpath / "configs"
+from cldetr.settings import Schedule, StageSchedule
 
 
-def twins(configs, name):
-    return (
-        recipe_from_yaml(str(configs / f"{name}.yaml")),
-        recipe_from_lazy(str(configs / "lazy" / f"{name}.py")),
-    )
+def lazy(name, *overrides):
+    return load_config(str(find_config(f"lazy/{name}.py")), overrides)
 
 
-@pytest.mark.parametrize("name", TWINS)
-def test_twins_have_the_same_settings(configs, name):
-    identities = [recipe.identity() for recipe in twins(configs, name)]
-    for identity in identities:
-        del identity["model"]["description"]  # the same model, told in two languages
-    assert identities[0] == identities[1]
+def build(cfg, num_classes=10):
+    cfg.MODEL.DETR.NUM_CLASSES = num_classes
+    cfg.MODEL.DEVICE = "cpu"
+    return build_model(cfg)
 
 
 @pytest.mark.parametrize("name", ["shapes", "70_10"])
-def test_twins_start_with_the_same_weights_and_losses(configs, name):
+def test_twins_start_with_the_same_weights_and_losses(name):
     losses, states = [], []
     image = torch.randint(0, 255, (3, 64, 96), dtype=torch.uint8)
     instances = Instances((64, 96))
     instances.gt_boxes = Boxes(torch.tensor([[5.0, 6, 40, 50]]))
     instances.gt_classes = torch.tensor([2])
-    for recipe in twins(configs, name):
+    for cfg in (load_config(str(find_config(name))), lazy(name)):
         torch.manual_seed(0)
-        detector = recipe.model.build(10).train()
+        detector = build(cfg).train()
         states.append(detector.state_dict())
         torch.manual_seed(1)
         losses.append(detector([{"image": image, "instances": instances}]))
@@ -50,34 +39,53 @@ def test_twins_start_with_the_same_weights_and_losses(configs, name):
     assert losses[0] == losses[1]
 
 
-def test_overrides_change_what_exists(configs):
-    path = str(configs / "lazy/shapes.py")
-    recipe = recipe_from_lazy(
-        path, ["optimizer.batch=4", "model.num_queries=7", "optimizer.accumulate=2", "seed=3"]
+def test_overrides_change_what_exists():
+    cfg = lazy(
+        "shapes",
+        *("dataloader.train.total_batch_size=4", "model.num_queries=7"),
+        *("train.accumulate=2", "train.seed=3", "optimizer.lr=4e-4", "solver.gamma=0.2"),
     )
-    assert (recipe.optimizer.batch, recipe.optimizer.accumulate, recipe.seed) == (4, 2, 3)
-    assert recipe.model.build(3).num_queries == 7
+    assert (cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATE, cfg.SEED) == (4, 2, 3)
+    assert (cfg.SOLVER.BASE_LR, cfg.SOLVER.GAMMA) == (4e-4, 0.2)
+    assert build(cfg, 3).num_queries == 7
 
 
-def test_overrides_reach_settings_that_the_file_leaves_at_their_defaults(configs):
-    path = str(configs / "lazy/70_10.py")
-    recipe = recipe_from_lazy(path, ["schedule.calibrate.epochs=2", "method.pseudo.score=0.2"])
-    assert recipe.schedule.train == Schedule().train
-    assert recipe.schedule.calibrate == StageSchedule(2.0, lr_scale=0.1)
-    assert (recipe.method.pseudo.score, recipe.method.pseudo.k) == (0.2, 10)
+def test_overrides_reach_settings_that_the_file_leaves_at_their_defaults():
+    cfg = lazy("70_10", "schedule.calibrate.epochs=2", "method.pseudo.score=0.2")
+    schedule, method = schedule_of(cfg), method_of(cfg)
+    assert schedule.train == Schedule().train
+    assert schedule.calibrate == StageSchedule(2.0, lr_scale=0.1)
+    assert (method.pseudo.score, method.pseudo.k) == (0.2, 10)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("optimizer.bach=4", "did you mean batch"),
-        ("model.num_querys=4", "did you mean num_queries"),
-        ("modle.num_queries=4", "did you mean model"),
-        ("optimizer.batch", "key=value"),
-        ("optimizer.batch=four", "takes a int"),
+        ("dataloader.train.total_batch_sise=4", r"did you mean dataloader\.train\.total_batch_size"),
+        ("model.num_querys=4", r"did you mean model\.num_queries"),
+        ("modle.num_queries=4", r"did you mean model\.num_queries"),
+        ("optimizer.lr", "key=value"),
+        ("dataloader.train.total_batch_size=four", "takes a int"),
         ("model._target_=os.system", "may only name"),
+        ("model.backbone={_target_: os.system, command: ls}", "may only name"),
     ],
 )
-def test_a_wrong_override_says_what_would_be_right(configs, text, says):
+def test_a_wrong_override_says_what_would_be_right(text, says):
     with pytest.raises(InputError, match=says):
-        recipe_from_lazy(str(configs / "lazy/shapes.py"), [text])
+        lazy("shapes", text)
+
+
+def test_a_part_without_what_the_stage_sets_is_refused(tmp_path):
+    path = tmp_path / "no_lr.py"
+    path.write_text(
+        "from cldetr.config_files import CONFIGS\n"
+        "from detectron2.config import LazyCall as L, LazyConfig\n"
+        "from torch.optim import SGD\n"
+        "model = LazyConfig.load(str(CONFIGS / 'lazy/shapes.py')).model\n"
+        "optimizer = L(SGD)(lr=0.1)\n"
+    )
+    from cldetr.engine import IncrementalTrainer
+
+    cfg = load_config(str(path))
+    with pytest.raises(InputError, match=r"optimizer has no params"):
+        IncrementalTrainer.build_optimizer(cfg, torch.nn.Linear(2, 2))

@@ -156,7 +156,7 @@ def test_damaged_predictions_are_made_again_the_same(
     whole = scores.read_bytes()
     scores.write_bytes(whole[:-5])
     train(tiny_config(tmp_path / "b", *given), resume=True)
-    assert "making the predictions again" in caplog.text
+    assert "computing the predictions again" in caplog.text
     assert scores.read_bytes() == whole
     train(tiny_config(tmp_path / "a", *given), resume=True)
     assert_same_weights(tmp_path / "a", tmp_path / "b")
