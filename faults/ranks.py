@@ -18,9 +18,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import cldetr.train
 from cldetr.engine import trainer
 from cldetr.engine.ledger import Ledger
-from faults import tiny
+from faults import tiny, user_project
 from faults.tally import Options, Tally
 
 ROOT = Path(__file__).parents[1]
@@ -109,6 +110,28 @@ def _late(tally: Tally, data: tiny.TinyData, work: Path) -> None:
             hit and not wrong,
             f"{name}: {wrong}",
         )
+    for rank in (0, 1):
+        name = f"fails{rank}"
+        wrong = run_two(name, before=lambda each: _fail() if each == rank else None)  # noqa: B023
+        said = (work / name / f"rank{rank}.txt").read_text(encoding="utf-8")
+        told = "Hook.after_step" in said or rank  # rank 0 alone writes to the console
+        tally.check(
+            "hooks that fail on one process: all processes end in time",
+            bool(wrong) and not wrong.startswith("hangs") and bool(told) and "KeyError" in said,
+            f"rank {rank}: {wrong}",
+        )
+        wrong = run_two(name) or tiny.difference(work / name / "run", tiny.artefacts(plain))
+        tally.check(
+            "hooks that fail on one process: fixed and resumed, bit-identical",
+            not wrong,
+            f"rank {rank}: {wrong}",
+        )
+
+
+def _fail() -> None:
+    """Gives a process the user's trainer with a hook that fails in its last training stage."""
+    user_project.Trainer.fault = "Hook.after_step"
+    cldetr.train.IncrementalTrainer = user_project.Trainer  # type: ignore[misc]
 
 
 DELAYED = ("_finished", "load_trained_detector", "_save", "_load")
