@@ -15,7 +15,8 @@ def entry(phase, per_category, old=()):
     """An evaluation whose sets have the plain means of their categories."""
 
     def mean(names):
-        return scores(sum(per_category[name] for name in names) / len(names))
+        known = [per_category[name] for name in names if per_category[name] is not None]
+        return scores(sum(known) / len(known) if known else None)
 
     new = [name for name in per_category if name not in old]
     groups = [mean(old)] * (phase - 1) if old else []

@@ -16,14 +16,14 @@ from cldetr.analysis.diagnose import diagnose_run
 from cldetr.analysis.pictures import draw_run_pictures
 from cldetr.cli import main
 from cldetr.evaluation.average_precision import METRICS, summarise_precision
-from cldetr.evaluation.results import format_table, write_results
+from cldetr.evaluation.results import format_table, summarise, write_results
 from cldetr.report.comparison import write_comparison
 from cldetr.report.diagnosis_plots import write_diagnosis_plots
 from cldetr.report.run_page import write_run_page
 from cldetr.report.rundir import read_run
 from cldetr.train import show_run
 
-from .synthetic import run_of, two_phases
+from .synthetic import entry, run_of, two_phases
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -101,6 +101,19 @@ def test_a_run_of_one_phase_and_a_run_without_results_have_pages(tmp_path):
     one = {**results, "phases": results["phases"][:1], "fpp": None}
     assert "AP of categories of phase 1" in write_run_page(run_of(one), tmp_path).read_text()
     assert "No phase is evaluated yet" in write_run_page(run_of(None), tmp_path).read_text()
+
+
+def test_several_phases_have_a_table_of_each_phases_categories(tmp_path):
+    old = {"cat": 30.0, "dog": 20.0}
+    phases = [entry(1, {"cat": 40.0}), entry(2, old, ("cat",))]
+    phases.append(entry(3, {**old, "bird": None}, ("cat", "dog")))
+    results = summarise(phases, scenario="1+1+1", method="x")
+    page = write_run_page(run_of(results), tmp_path).read_text()
+    text = page[page.index("Each phase") : page.index("Backward transfer")]
+    cells = re.findall(r"<td style=[^>]*rgba\(var\(--heat\),([^)]*)\)\">([^<]*)</td>", text)
+    assert "|".join(cell for _, cell in cells) == "40.0|||30.0|20.0||25.0|25.0|n/a"
+    assert cells[0][0] == "0.42"  # the highest is the darkest
+    assert cells[-1][0] == "0.00"
 
 
 def test_the_command_draws_several_runs_side_by_side_where_asked(drawn_run, tmp_path, capsys):

@@ -31,7 +31,11 @@ def write_page(path: Path, template: str, **content: Any) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"number": signed, "thousands": thousands, "phase_cells": _phase_cells}
+    environment.filters |= {
+        "number": signed,
+        "phase_cells": _phase_cells,
+        "overlap_cells": _overlap_cells,
+    }
     environment.globals |= {"panel_svg": panel_svg, "version": __version__}
     text = environment.get_template(template).render(content)
     with atomic_path(path) as partial:
@@ -93,6 +97,11 @@ def _phase_cells(phase: Mapping[str, Any]) -> list[str]:
     return [
         thousands(value) for value in (*(phase[k] for k in keys), hidden["old"], hidden["future"])
     ]
+
+
+def _overlap_cells(pair: Mapping[str, Any]) -> list[str]:
+    phases, examples = (list(map(str, pair[key])) for key in ("phases", "examples"))
+    return [" and ".join(phases), thousands(pair["images"]), ", ".join(examples)]
 
 
 def _embed(path: Path) -> dict[str, Any]:
