@@ -18,28 +18,36 @@ def finish(process, status=0):
     return said
 
 
-def weights(folder):
-    return load_state(folder / "phase2/calibrate/model.pth")["model"]
+LAST = "phase2/calibrate"
+
+
+def weights(folder, stage):
+    return load_state(folder / stage / "model.pth")["model"]
 
 
 def test_two_processes_stop_resume_and_end_near_one(tiny_shapes, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
-    still = [*tiny_shapes, "MODEL.DETR.DROPOUT", "0.0"]  # each process drops out its own units
-    pair = start(two, still, "--num-gpus", "2")
+    no_dropout = [*tiny_shapes, "MODEL.DETR.DROPOUT", "0.0"]  # each process drops its own units
+    pair = start(two, no_dropout, "--num-gpus", "2")
     wait_for(two / "phase2/train/checkpoints/step_00000002", pair)
     pair.send_signal(signal.SIGTERM)
     finish(pair, 143)
-    alone = start(one, still)
-    finish(start(two, still, "--num-gpus", "2", "--resume"))
+    alone = start(one, no_dropout)
+    finish(start(two, no_dropout, "--num-gpus", "2", "--resume"))
     finish(alone)
     # The samples, the losses' normaliser and the averaged gradients are those of one process; sums
-    # in another order differ in the last bits, and grow over steps.
-    for key, value in weights(one).items():
-        torch.testing.assert_close(weights(two)[key], value, rtol=0.2, atol=0.02)
+    # in another order differ in the last bits, which Adam enlarges step by step. What a run moves
+    # its weights by is the scale: the two ends must lie far closer together than that.
+    start_of, end, other = (
+        torch.cat([x.double().flatten() for x in weights(folder, stage).values()])
+        for folder, stage in ((one, "phase1/train"), (one, LAST), (two, LAST))
+    )
+    assert (end - other).norm() < 0.05 * (end - start_of).norm()
     first, again = (
         json.loads((folder / "metrics.json").read_text().splitlines()[0]) for folder in (one, two)
     )
     assert again["total_loss"] == pytest.approx(first["total_loss"], rel=1e-5)
+    assert again["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
 
 
 def test_two_machines_train_together(tiny_shapes, tmp_path):
@@ -57,7 +65,11 @@ def test_two_machines_train_together(tiny_shapes, tmp_path):
     ]
     said = [finish(machine) for machine in machines]
     assert "after phase 2" in said[0]
-    assert (tmp_path / "results.json").exists()
+    assert "after phase 2" not in said[1]  # rank 1 is on the other machine and stays silent
+    [begun] = json.loads((tmp_path / "starts.json").read_text())["starts"]
+    assert begun["processes"] == 2
+    steps = json.loads((tmp_path / "phase1/train/stage.json").read_text())["facts"]["steps"]
+    assert steps == 27 // 4  # batches of four over both machines
 
 
 def test_torchrun_starts_the_processes_too(tiny_shapes, tmp_path):
