@@ -117,6 +117,14 @@ def test_a_run_keeps_the_first_phase_that_it_began_with(tmp_path):
                 assert job.differences() == []
 
 
+def test_runs_that_began_with_their_own_first_phase_keep_it(tmp_path):
+    pair = experiments("70_10", "70_10_lwf")
+    for group in plan(pair, [0], tmp_path):
+        pretend_to_begin(group.leader)
+    for group in plan(pair, [0], tmp_path, share_first=True):
+        assert [job.differences() for job in group.jobs] == [[] for _ in group.jobs]
+
+
 def test_a_first_phase_of_another_run_is_refused(tmp_path):
     (group,) = plan(experiments("70_10", "70_10_lwf"), [0], tmp_path, share_first=True)
     leader, (second,) = group.leader, group.dependents

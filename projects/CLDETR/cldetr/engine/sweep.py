@@ -317,11 +317,10 @@ def _taken_first_phase(job: Job, key: str) -> Path | None:
     model = Path(read_identity(job.folder / "identity.json").get("MODEL.DETECTOR", ""))
     if model.parts[-3:] != _FIRST_MODEL.parts or len(model.parts) < 5:
         return None
-    # Where it was, or beside this run: the folder of a sweep may have been copied.
-    for source in (model.parents[2], job.folder.parents[1].joinpath(*model.parts[-5:-3])):
-        stored = source / "identity.json"
-        if stored.exists() and first_phase_digest(read_identity(stored)) == key:
-            return model
+    # Looked up beside this run: the folder of a sweep may have been moved.
+    stored = job.folder.parents[1].joinpath(*model.parts[-5:-3], "identity.json")
+    if stored.exists() and first_phase_digest(read_identity(stored)) == key:
+        return model
     return None
 
 
