@@ -54,10 +54,8 @@ class Matcher:
         device = output.logits.device
         counts = [len(target) for target in targets]
         images, _ = row_indices(counts, torch.device("cpu"))
-        cost = self._cost(
-            output, targets, images.to(device, non_blocking=True), class_mask
-        )  # (N, L, Q)
-        host = cost.cpu().numpy()
+        on_device = images.to(device, non_blocking=True)
+        host = self._cost(output, targets, on_device, class_mask).cpu().numpy()  # (N, L, Q)
         _check_finite(host, images)
         layers = host.shape[1]
         blocks = np.split(host, np.cumsum(counts)[:-1])
