@@ -10,8 +10,8 @@ from PIL import Image
 
 from cldetr.analysis.pictures import RunArtist, draw_run_pictures
 from cldetr.cli import main
-from cldetr.drawing.boxes import BLUE, GREEN, YELLOW
-from cldetr.drawing.scene import Marks, Scene, draw_scene, examine_image
+from cldetr.drawing.boxes import BLUE, GREEN, YELLOW, Box
+from cldetr.drawing.scene import Scene, draw_scene, examine_image
 from cldetr.engine.restore import config_of_run, final_weights
 from cldetr.errors import InputError
 from cldetr.modeling.matcher import Matcher
@@ -21,11 +21,6 @@ from cldetr.modeling.matcher import Matcher
 def run(tiny_run, tmp_path):
     """A copy of the run to write into."""
     return shutil.copytree(tiny_run, tmp_path / "run")
-
-
-def marks(*rows, scores=None):
-    table = np.array(rows, dtype=float).reshape(-1, 5)
-    return Marks(table[:, 1:], table[:, 0].astype(int), scores)
 
 
 def colored(image, color, x, y, reach=14):
@@ -38,14 +33,17 @@ def colored(image, color, x, y, reach=14):
 def test_a_scene_has_its_colours_where_its_boxes_are():
     scene = Scene(
         np.full((96, 96, 3), 128, dtype=np.uint8),
-        truth=marks((0, 10, 10, 40, 40)),
-        pseudo=marks((1, 50, 50, 90, 90), scores=np.array([0.8])),
-        dropped=marks(),
-        matched=marks((0, 12, 12, 42, 42), (1, 52, 52, 88, 88), scores=np.array([0.7, 0.6])),
-        links=np.array([0, 1]),
-        hidden=marks((1, 51, 51, 91, 91)),
+        truth=[Box((10, 10, 40, 40), GREEN, "cat")],
+        pseudo=[Box((50, 50, 90, 90), BLUE, "dog 0.80")],
+        dropped=[],
+        matched=[
+            Box((12, 12, 42, 42), YELLOW, "cat 0.70"),
+            Box((52, 52, 88, 88), YELLOW, "dog 0.60"),
+        ],
+        links=[0, 1],
+        hidden=[Box((51, 51, 91, 91), GREEN, "dog")],
     )
-    sheet = draw_scene(scene, ["cat", "dog"])
+    sheet = draw_scene(scene)
     assert sheet.width == 3 * 480 + 2 * 12 + 2 * 8
     panels = [8 + number * 492 for number in range(3)]
     top = sheet.height - 480 - 33  # below the pictures is the legend
@@ -67,7 +65,7 @@ def test_what_is_drawn_is_what_a_training_step_does(run, monkeypatch):
     artist = RunArtist(run, config_of_run(run))
     learner = artist.learner(2)
     entry = artist.mapper(artist.given(2)[0], np.random.default_rng(0))
-    scene = examine_image(learner, entry)
+    scene = examine_image(learner, entry, artist.names)
     seen, call = [], Matcher.__call__
 
     def spy(self, output, targets, class_mask=None):
@@ -82,13 +80,13 @@ def test_what_is_drawn_is_what_a_training_step_does(run, monkeypatch):
     (output, (target,), matches), *_ = seen
     assert len(scene.pseudo) > 0
     assert len(scene.truth) + len(scene.pseudo) == len(target)
-    labels = np.concatenate([scene.truth.labels, scene.pseudo.labels])
-    np.testing.assert_array_equal(labels, target.labels)
+    drawn = [box.text.split()[0] for box in (*scene.truth, *scene.pseudo)]
+    assert drawn == [artist.names[label] for label in target.labels.tolist()]
     queries = matches.queries[-1][matches.labels[-1].argsort()]
     height, width = entry["image"].shape[1:]
     centres = output.boxes[-1, 0, queries][:, :2].detach() * torch.tensor([width, height])
-    drawn = (scene.matched.corners[:, :2] + scene.matched.corners[:, 2:]) / 2
-    np.testing.assert_allclose(drawn, centres, rtol=1e-4, atol=1e-2)
+    corners = np.array([box.corners for box in scene.matched])
+    np.testing.assert_allclose((corners[:, :2] + corners[:, 2:]) / 2, centres, rtol=1e-4, atol=1e-2)
 
 
 def test_examining_leaves_the_learner_as_it_was(run):
@@ -97,7 +95,7 @@ def test_examining_leaves_the_learner_as_it_was(run):
     before = {key: value.clone() for key, value in learner.state_dict().items()}
     counts, state = learner.pseudo_counts.clone(), torch.get_rng_state()
     entry = artist.mapper(artist.given(2)[1], np.random.default_rng(0))
-    examine_image(learner, entry)
+    examine_image(learner, entry, artist.names)
     assert learner.detector.training
     assert torch.equal(learner.pseudo_counts, counts)
     assert torch.equal(torch.get_rng_state(), state)

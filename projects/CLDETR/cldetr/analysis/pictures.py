@@ -206,7 +206,7 @@ class RunArtist:
             old = torch.isin(target.labels.cpu(), torch.tensor(self.scenario.old(phase)))
             hidden = Target(target.labels[old], target.boxes[old])
         entry = self.mapper(self.given(phase)[index], rng)
-        return draw_scene(examine_image(learner, entry, hidden), self.names)
+        return draw_scene(examine_image(learner, entry, self.names, hidden))
 
     def _matching_caption(self, phase: int) -> str:
         if phase == 1 or self.method.pseudo is None:

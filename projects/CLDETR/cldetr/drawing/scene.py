@@ -6,6 +6,7 @@ a picture shows what training does (Figures 3 and S1 of the paper).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,26 +26,6 @@ _PANEL = 480  # short side of a panel; its long side is at most 5/3 of that
 
 
 @dataclass(frozen=True)
-class Marks:
-    """Boxes on one image with their labels."""
-
-    corners: np.ndarray  # (N, 4) left, top, right, bottom in pixels
-    labels: np.ndarray  # (N,)
-    scores: np.ndarray | None = None  # (N,)
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def boxes(self, names: Sequence[str], color: Color) -> list[Box]:
-        """Boxes to draw, with names and, where there are any, scores."""
-        texts = [names[label] for label in self.labels.tolist()]
-        if self.scores is not None:
-            texts = [f"{text} {score:.2f}" for text, score in zip(texts, self.scores, strict=True)]
-        rows = zip(self.corners.tolist(), texts, strict=True)
-        return [Box(tuple(corners), color, text) for corners, text in rows]
-
-
-@dataclass(frozen=True)
 class Scene:
     """One image as a stage sees it.
 
@@ -54,21 +35,23 @@ class Scene:
         pseudo: the pseudo-labels that joined it.
         dropped: pseudo-labels that lie on ground truth and were dropped.
         matched: the model's predictions that are matched.
-        links: (N,) which label each of them is matched with, counted over `truth` and `pseudo`.
+        links: which label each of them is matched with, an index of `truth` and then `pseudo`.
         hidden: ground truth of old classes that the stage is not given, where it is known.
     """
 
     pixels: np.ndarray
-    truth: Marks
-    pseudo: Marks
-    dropped: Marks
-    matched: Marks
-    links: np.ndarray
-    hidden: Marks | None = None
+    truth: list[Box]
+    pseudo: list[Box]
+    dropped: list[Box]
+    matched: list[Box]
+    links: list[int]
+    hidden: list[Box] | None = None
 
 
 @torch.no_grad()
-def examine_image(learner: Learner, entry: dict[str, Any], hidden: Target | None = None) -> Scene:
+def examine_image(
+    learner: Learner, entry: dict[str, Any], names: Sequence[str], hidden: Target | None = None
+) -> Scene:
     """Labels and matches one image as the learner would in a step, without touching its state.
 
     The entry is mapped by `Augmentation.deterministic`; `hidden` are old objects that it lacks.
@@ -101,40 +84,37 @@ def examine_image(learner: Learner, entry: dict[str, Any], hidden: Target | None
     finally:
         detector.train(was_training)
     pixels = entry["image"].cpu().numpy().transpose(1, 2, 0)
-    size = pixels.shape[:2]
+    boxes_of = functools.partial(_boxes, names, pixels.shape[:2])
     return Scene(
         pixels[:, :, ::-1] if detector.input_format == "BGR" else pixels,
-        truth=_marks(truth, size),
-        pseudo=_marks(clear, size),
-        dropped=_marks(dropped, size),
-        matched=_marks(matched, size, scores),
-        links=links.cpu().numpy(),
-        hidden=None if hidden is None else _marks(hidden, size),
+        truth=boxes_of(GREEN, truth),
+        pseudo=boxes_of(BLUE, clear),
+        dropped=boxes_of(GREY, dropped),
+        matched=boxes_of(YELLOW, matched, scores),
+        links=links.tolist(),
+        hidden=None if hidden is None else boxes_of(GREEN, hidden),
     )
 
 
-def draw_scene(scene: Scene, names: Sequence[str], panel: int = _PANEL) -> Image.Image:
+def draw_scene(scene: Scene, panel: int = _PANEL) -> Image.Image:
     """Draws a scene: hidden objects and pseudo-labels, the merged labels, the matched predictions.
 
     Lines lead from each label to the prediction that it is matched with. `panel` is the short side
     of each picture.
     """
     panels: list[tuple[str, list[Box]]] = []
-    pseudo = scene.pseudo.boxes(names, BLUE)
-    dropped = scene.dropped.boxes(names, GREY)
+    pseudo, dropped = scene.pseudo, scene.dropped
     legend: dict[str, Color] = {"ground truth": GREEN}
     if scene.hidden is not None:
-        hidden = scene.hidden.boxes(names, GREEN)
-        title = f"old classes: {len(hidden)} hidden objects, {len(pseudo)} pseudo-labels"
-        panels.append((title, [*pseudo, *dropped, *hidden]))
+        title = f"old classes: {len(scene.hidden)} hidden objects, {len(pseudo)} pseudo-labels"
+        panels.append((title, [*pseudo, *dropped, *scene.hidden]))
     if pseudo or dropped or scene.hidden is not None:
         legend["pseudo-label"] = BLUE
     if dropped and scene.hidden is not None:
         legend["dropped: lies on ground truth"] = GREY
-    labels = [*scene.truth.boxes(names, GREEN), *pseudo]
-    matched = scene.matched.boxes(names, YELLOW)
+    labels = [*scene.truth, *pseudo]
     panels.append(("merged labels" if pseudo else "labels", labels))
-    panels.append(("predictions matched one to one", matched))
+    panels.append(("predictions matched one to one", scene.matched))
     legend["matched prediction"] = YELLOW
     sheet, canvases, starts = draw_panels(scene.pixels, panels, legend, panel)
     links = [
@@ -143,7 +123,7 @@ def draw_scene(scene: Scene, names: Sequence[str], panel: int = _PANEL) -> Image
             _on_sheet(canvases[-1], box, starts[-1]),
             labels[link].color,
         )
-        for box, link in zip(matched, scene.links.tolist(), strict=True)
+        for box, link in zip(scene.matched, scene.links, strict=True)
     ]
     return boxes.draw_links(sheet, links)
 
@@ -171,16 +151,22 @@ def _take(target: Target, indices: list[int]) -> Target:
     return Target(target.labels[indices], target.boxes[indices], probs)
 
 
-def _marks(target: Target, size: Sequence[int], scores: torch.Tensor | None = None) -> Marks:
+def _boxes(
+    names: Sequence[str],
+    size: tuple[int, int],
+    color: Color,
+    target: Target,
+    scores: torch.Tensor | None = None,
+) -> list[Box]:
+    """Boxes to draw, with names and, where there are any, scores."""
     height, width = size
     corners = box_cxcywh_to_xyxy(target.boxes.cpu()) * torch.tensor([width, height, width, height])
+    texts = [names[label] for label in target.labels.tolist()]
     if scores is None and target.probs is not None:  # a soft pseudo-label says how sure it is
         scores = target.probs[torch.arange(len(target)), target.labels]
-    return Marks(
-        corners.numpy().astype(np.float64),
-        target.labels.cpu().numpy(),
-        None if scores is None else scores.cpu().numpy(),
-    )
+    if scores is not None:
+        texts = [f"{text} {score:.2f}" for text, score in zip(texts, scores.tolist(), strict=True)]
+    return [Box(tuple(x), color, text) for x, text in zip(corners.tolist(), texts, strict=True)]
 
 
 def _on_sheet(canvas: Canvas, box: Box, start: tuple[int, int]) -> Corners:

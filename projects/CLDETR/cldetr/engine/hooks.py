@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from cldetr.data.loader import Entries
 from cldetr.data.mapper import Augmentation, Mapper
+from cldetr.drawing.scene import draw_scene, examine_image
 from cldetr.engine.checkpoint import finite, save_checkpoint
 from cldetr.engine.ranks import Interrupted, StopRequest
-from cldetr.drawing.scene import draw_scene, examine_image
 from cldetr.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class SnapshotHook(HookBase):
         title = f"phase{self.trainer.phase}_{self.trainer.stage}"
         for number, index in enumerate(self.indices, start=1):
             entry = self.mapper(self.entries[index], rng)
-            scene = examine_image(self.trainer.learner, entry)
-            picture = np.array(draw_scene(scene, self.names, panel=_SIDE))
+            scene = examine_image(self.trainer.learner, entry, self.names)
+            picture = np.array(draw_scene(scene, panel=_SIDE))
             tensor = torch.from_numpy(picture.transpose(2, 0, 1))
             self.trainer.storage.put_image(f"{title}/image{number}", tensor)
