@@ -10,14 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from detectron2.data import MetadataCatalog
+from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.evaluation import COCOEvaluator, inference_on_dataset
 from detectron2.evaluation.testing import flatten_results_dict
-from detectron2.structures import Boxes, Instances
+from detectron2.structures import Boxes, BoxMode, Instances
+from PIL import Image
 
+from cldetr.errors import InputError
 from cldetr.evaluation.average_precision import METRICS, Detections, GroundTruth, Source
 from cldetr.evaluation.evaluator import IncrementalEvaluator, to_scalars
-from cldetr.errors import InputError
 from cldetr.scenario import Category, Phase, Scenario
 
 from .coco_oracle import make_data, make_detections, run_pycocotools, to_coco_dict
@@ -333,3 +334,29 @@ def test_two_processes_gather_to_the_result_of_one(problem, tmp_path):
 
     assert json.loads((tmp_path / "rank0.json").read_text()) == expected
     assert json.loads((tmp_path / "rank1.json").read_text()) == {}
+
+
+def test_a_registered_data_set_may_call_its_images_by_texts(tmp_path):
+    dicts = [
+        {
+            "file_name": str(tmp_path / f"{name}.png"),
+            "image_id": name,
+            "height": 40,
+            "width": 40,
+            "annotations": [
+                {"bbox": [5, 5, 20, 20], "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0}
+            ],
+        }
+        for name in ("img_a", "img_b")
+    ]
+    for entry in dicts:
+        Image.new("RGB", (40, 40)).save(entry["file_name"])
+    DatasetCatalog.register("texts_as_ids", lambda: dicts)
+    MetadataCatalog.get("texts_as_ids").thing_classes = ["thing"]
+    evaluator = IncrementalEvaluator.from_dataset("texts_as_ids")
+    for name in ("img_b", "img_a"):
+        found = Instances((40, 40))
+        found.pred_boxes = Boxes(torch.tensor([[5.0, 5, 20, 20]]))
+        found.scores, found.pred_classes = torch.tensor([0.9]), torch.tensor([0])
+        evaluator.process([{"image_id": name}], [{"instances": found}])
+    assert evaluator.evaluate()["all"]["AP"] == pytest.approx(100.0)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from cldetr.errors import InputError
 from cldetr.evaluation.average_precision import METRICS
 from cldetr.evaluation.results import (
     format_matrix,
@@ -13,7 +14,6 @@ from cldetr.evaluation.results import (
     summarise,
     write_results,
 )
-from cldetr.errors import InputError
 
 
 def scores(ap, **others):

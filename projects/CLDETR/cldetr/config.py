@@ -8,6 +8,7 @@ model's keys are in `cldetr.modeling.config`.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import json
@@ -399,7 +400,13 @@ def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def parse_value(text: str) -> Any:
-    """The value that a text on the command line means: YAML, with 4e-4 as a number."""
+    """The value that a text on the command line means: YAML, with 4e-4 as a number.
+
+    Detectron2's form of a tuple, "('a',)", is a list as well.
+    """
+    if text.startswith("("):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return list(ast.literal_eval(text))
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError):

@@ -57,9 +57,9 @@ class GroundTruth:
     """
 
     sources: tuple[Source, ...]
-    image_sources: np.ndarray  # (I,) int64, place of each image's data set in sources
+    image_sources: np.ndarray  # (I,) int64, index of each image's data set in sources
     image_ids: np.ndarray  # (I,) int64, ascending in a source
-    images: np.ndarray  # (N,) int64, place of each object's image in image_ids
+    images: np.ndarray  # (N,) int64, index of each object's image in image_ids
     labels: np.ndarray  # (N,) int64
     boxes: np.ndarray  # (N, 4) float64, x y w h in pixels
     areas: np.ndarray  # (N,) float64
@@ -82,8 +82,8 @@ class GroundTruth:
                 "categories and each needs one label (or −1)"
             )
         by_id = np.argsort(data.image_ids, kind="stable")
-        place = np.empty_like(by_id)
-        place[by_id] = np.arange(len(by_id))
+        index = np.empty_like(by_id)
+        index[by_id] = np.arange(len(by_id))
         labels = label_of[data.labels]
         kept = labels >= 0
         known = frozenset(label_of[label_of >= 0].tolist())
@@ -91,7 +91,7 @@ class GroundTruth:
             sources=(Source(data.name if source is None else source, known),),
             image_sources=np.zeros(len(by_id), dtype=np.int64),
             image_ids=data.image_ids[by_id],
-            images=np.repeat(place, np.diff(data.starts))[kept],
+            images=np.repeat(index, np.diff(data.starts))[kept],
             labels=labels[kept],
             boxes=data.boxes[kept],
             areas=data.areas[kept],
@@ -130,8 +130,8 @@ class GroundTruth:
     def judges(self, images: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """Marks the (image, label) pairs that a data set speaks of, as (D,) bool."""
         marked = np.zeros(len(labels), dtype=bool)
-        for place, source in enumerate(self.sources):
-            here = self.image_sources[images] == place
+        for index, source in enumerate(self.sources):
+            here = self.image_sources[images] == index
             marked |= here & np.isin(labels, list(source.labels))
         return marked
 
@@ -146,7 +146,7 @@ class GroundTruth:
 class Detections:
     """What a detector found. Of equal scores in one image, the earlier row ranks higher."""
 
-    images: np.ndarray  # (D,) int64, place of the image in GroundTruth.image_ids
+    images: np.ndarray  # (D,) int64, index of the image in GroundTruth.image_ids
     labels: np.ndarray  # (D,) int64
     boxes: np.ndarray  # (D, 4) float64, x y w h in pixels
     scores: np.ndarray  # (D,) float64

@@ -16,8 +16,9 @@ from detectron2.evaluation import DatasetEvaluator
 from detectron2.structures import BoxMode, Instances
 from detectron2.utils import comm
 
+from cldetr.data.coco import label_table
 from cldetr.data.datasets import read_dataset
-from cldetr.data.views import View, label_table
+from cldetr.data.views import View
 from cldetr.errors import InputError
 from cldetr.evaluation.average_precision import (
     Detections,
@@ -37,9 +38,9 @@ _Prediction = tuple[np.ndarray, np.ndarray, np.ndarray]
 class IncrementalEvaluator(DatasetEvaluator):
     """COCO's metrics for all seen, old and new classes, each phase's group and each class.
 
-    Detections of classes that are not yet seen are left aside. The numbers are those of pycocotools
+    Detections of classes that are not yet seen are ignored. The numbers are those of pycocotools
     with `catIds` restricted to the group, in percent; None stands for "n/a": a group without an
-    object to find has no AP, and such classes are left out of the means.
+    object to find has no AP, and such classes do not enter the means.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         phase: int,
         *,
         restrict_images: bool = False,
+        image_ids: Sequence[Any] | None = None,
     ) -> None:
         """Prepares the evaluation of the model after a phase.
 
@@ -60,6 +62,7 @@ class IncrementalEvaluator(DatasetEvaluator):
                 group, as the authors' released code does. Detections on all other images then
                 cost nothing, so the numbers come out higher than COCO's. A single class is judged
                 on the images of all seen classes.
+            image_ids: What the inputs call the images of `truth`, where that is something else.
         """
         if not 1 <= phase <= len(scenario.phases):
             raise ValueError(f"phase {phase} of scenario {scenario.name}: not there")
@@ -71,9 +74,9 @@ class IncrementalEvaluator(DatasetEvaluator):
         self._scenario = scenario
         self._phase = phase
         self._restrict_images = restrict_images
-        names = [truth.sources[place].name for place in truth.image_sources]
-        keys = zip(names, truth.image_ids.tolist(), strict=True)
-        self._place_of = {key: place for place, key in enumerate(keys)}
+        names = [truth.sources[source].name for source in truth.image_sources]
+        ids = truth.image_ids.tolist() if image_ids is None else image_ids
+        self._index_of = {key: index for index, key in enumerate(zip(names, ids, strict=True))}
         self.reset()
 
     @classmethod
@@ -93,11 +96,12 @@ class IncrementalEvaluator(DatasetEvaluator):
         scenario = make_separate_scenario([whole])
         labels = label_table(whole, scenario.categories, scenario.seen(1))
         truth = GroundTruth.from_coco(whole, labels)
-        return cls(truth, scenario, 1, restrict_images=restrict_images)
+        ids = [entry["image_id"] for entry in data]  # may be texts, as Pascal VOC's are
+        return cls(truth, scenario, 1, restrict_images=restrict_images, image_ids=ids)
 
     def reset(self) -> None:
         """Forgets all predictions."""
-        self._predictions: dict[int, _Prediction] = {}  # by the image's place
+        self._predictions: dict[int, _Prediction] = {}  # by the image's index
 
     def process(
         self, inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]]
@@ -110,8 +114,8 @@ class IncrementalEvaluator(DatasetEvaluator):
         for entry, output in zip(inputs, outputs, strict=True):
             source = sources[0].name if len(sources) == 1 else entry["source"]
             image = f"image {entry['image_id']} of {source}"
-            place = self._place_of.get((source, int(entry["image_id"])))
-            if place is None:
+            index = self._index_of.get((source, entry["image_id"]))
+            if index is None:
                 raise InputError(
                     f"{image} is not in the ground truth: "
                     "give the test loader and the evaluator the same data sets."
@@ -120,7 +124,7 @@ class IncrementalEvaluator(DatasetEvaluator):
             if not all(np.isfinite(values).all() for values in prediction):
                 raise FloatingPointError(f"{image}: a detection is not finite (NaN or infinite)")
             # A sampler may repeat images to fill a batch: the first time counts.
-            self._predictions.setdefault(place, prediction)
+            self._predictions.setdefault(index, prediction)
 
     def evaluate(self) -> dict[str, Any]:
         """Computes the phase's entry of results.json; an empty dict on all but the main process."""
@@ -130,8 +134,8 @@ class IncrementalEvaluator(DatasetEvaluator):
             return {}
         predictions: dict[int, _Prediction] = {}
         for part in gathered:
-            for place, prediction in part.items():
-                predictions.setdefault(place, prediction)
+            for index, prediction in part.items():
+                predictions.setdefault(index, prediction)
         if not predictions:
             raise RuntimeError("no image was processed: there is nothing to evaluate")
         unseen = len(self._truth.image_ids) - len(predictions)
@@ -186,7 +190,7 @@ class IncrementalEvaluator(DatasetEvaluator):
 
 
 def to_scalars(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Flattens an evaluation's results for Detectron2's EvalHook and writers, as "all/AP"; no "n/a".
+    """Flattens results for Detectron2's EvalHook and writers, as "all/AP"; without "n/a".
 
     Results of other evaluators are tasks of their own, as "bbox/AP".
     """
@@ -228,10 +232,10 @@ def _to_arrays(instances: Instances) -> _Prediction:
 
 def _join(predictions: Mapping[int, _Prediction]) -> Detections:
     # In the order of images, so that the result does not depend on how they were shared out.
-    places = sorted(predictions)
-    labels, boxes, scores = zip(*(predictions[place] for place in places), strict=True)
+    indices = sorted(predictions)
+    labels, boxes, scores = zip(*(predictions[index] for index in indices), strict=True)
     return Detections(
-        images=np.repeat(places, [len(part) for part in labels]),
+        images=np.repeat(indices, [len(part) for part in labels]),
         labels=np.concatenate(labels),
         boxes=np.concatenate(boxes),
         scores=np.concatenate(scores),
