@@ -12,9 +12,9 @@ def grey(height, width):
     return np.full((height, width, 3), 128, dtype=np.uint8)
 
 
-def has_color(image, color, place):
-    """Whether a colour is at a place (left, top, right, bottom) of an image."""
-    x0, y0, x1, y1 = (round(value) for value in place)
+def has_color(image, color, spot):
+    """Whether a colour is at a spot (left, top, right, bottom) of an image."""
+    x0, y0, x1, y1 = (round(value) for value in spot)
     pixels = np.asarray(image)[y0:y1, x0:x1].reshape(-1, 3)
     return bool((pixels == color).all(axis=1).any())
 
@@ -57,7 +57,7 @@ def test_boxes_beyond_the_border_are_drawn_at_it():
     assert has_color(canvas.image, BLUE, (474, 100, 480, 400))
 
 
-def test_one_box_does_not_hide_another_at_the_same_place():
+def test_one_box_does_not_hide_another_at_the_same_spot():
     canvas = make_canvas(grey(96, 96))
     draw_boxes(canvas, [Box((20, 20, 60, 60), GREEN), Box((20, 20, 60, 60), BLUE)])
     side = (98, 150, 125, 250)
@@ -69,9 +69,9 @@ def test_labels_never_cover_each_other_and_what_has_no_room_is_counted(monkeypat
     written = []
     write = drawing._Labels._write
 
-    def spy(self, text, place, color):
-        written.append((text, place))
-        write(self, text, place, color)
+    def spy(self, text, spot, color):
+        written.append((text, spot))
+        write(self, text, spot, color)
 
     monkeypatch.setattr(drawing._Labels, "_write", spy)
     rng = np.random.default_rng(0)
@@ -83,13 +83,13 @@ def test_labels_never_cover_each_other_and_what_has_no_room_is_counted(monkeypat
     )
     *labels, (note, _) = written
     assert note == f"{80 - len(labels)} labels not shown"
-    places = np.array([place for _, place in labels])
-    shared = drawing._shared_areas(places, places)
+    spots = np.array([spot for _, spot in labels])
+    shared = drawing._shared_areas(spots, spots)
     np.fill_diagonal(shared, 0)
     assert shared.max() == 0
     assert len(labels) > 30
-    assert (places >= 0).all()
-    assert (places[:, 2:] <= 480).all()
+    assert (spots >= 0).all()
+    assert (spots[:, 2:] <= 480).all()
 
 
 def test_no_label_hides_a_small_object(monkeypatch):

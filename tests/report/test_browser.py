@@ -84,8 +84,8 @@ def look(browser, site, width, tmp_path, *options):
 def overlapping(labels):
     """Pairs of labels of a chart that lie on each other, by more than the air around letters."""
     pairs = []
-    for place, one in enumerate(labels):
-        for other in labels[:place]:
+    for index, one in enumerate(labels):
+        for other in labels[:index]:
             a, b = one["box"], other["box"]
             wide = min(a[2], b[2]) - max(a[0], b[0])
             high = min(a[3], b[3]) - max(a[1], b[1])

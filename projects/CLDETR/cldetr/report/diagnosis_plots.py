@@ -12,18 +12,8 @@ from matplotlib.axes import Axes
 from cldetr.analysis.diagnose import Diagnosis
 from cldetr.engine.ledger import read_json
 from cldetr.files import write_json
-from cldetr.report.plotting import (
-    COLOURS,
-    INK,
-    MUTED,
-    WIDTH,
-    Key,
-    Panel,
-    Plot,
-    name_rows,
-    row_panels,
-    save_plot,
-)
+from cldetr.report import plotting
+from cldetr.report.plotting import COLOURS, INK, MUTED, Key, Panel, Plot
 
 _RATES = {"precision": COLOURS[0], "recall": COLOURS[1], "F1": INK}
 
@@ -35,7 +25,7 @@ def write_diagnosis_plots(diagnoses: Sequence[Diagnosis], folder: Path) -> None:
     ]
     file = folder / "diagnostics" / "captions.json"
     for plot in plots:
-        save_plot(plot, file.parent)
+        plotting.save_plot(plot, file.parent)
     known = read_json(file) if file.exists() else {}
     write_json(file, known | {f"{plot.name}.png": plot.text for plot in plots})
 
@@ -66,12 +56,12 @@ def _classes(diagnosis: Diagnosis) -> Plot:
     """Precision and recall of each class at the recommended setting."""
     hidden = diagnosis.counts.hidden
     labels = sorted(diagnosis.names, key=lambda label: -hidden[label])
-    panels = row_panels("Old classes", labels, functools.partial(_draw_classes, diagnosis))
+    panels = plotting.row_panels("Old classes", labels, functools.partial(_draw_classes, diagnosis))
     text = (
         f"Pseudo-labels of phase {diagnosis.phase} by class, at the recommended setting "
         f"({diagnosis.recommended_text}), against the hidden objects, whose number is given."
     )
-    wide = [Panel(x.title, x.draw, round(1.3 * x.height), 2 * WIDTH) for x in panels]
+    wide = [Panel(x.title, x.draw, round(1.3 * x.height), 2 * plotting.WIDTH) for x in panels]
     legend = [Key(name, _RATES[name], "s") for name in ("precision", "recall")]
     return Plot(f"phase{diagnosis.phase}_classes", "By class", text, wide, legend)
 
@@ -107,5 +97,5 @@ def _draw_classes(diagnosis: Diagnosis, labels: Sequence[int], ax: Axes) -> None
         for shift, name in ((-0.19, "precision"), (0.19, "recall")):
             ax.barh(row + shift, rates[name] or 0.0, 0.36, color=_RATES[name])
     hidden = diagnosis.counts.hidden
-    name_rows(ax, [f"{diagnosis.names[label]} ({hidden[label]})" for label in labels])
+    plotting.name_rows(ax, [f"{diagnosis.names[label]} ({hidden[label]})" for label in labels])
     ax.set_xlim(0, 1)
