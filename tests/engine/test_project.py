@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from detectron2.data import DatasetMapper
+from detectron2.engine import hooks
+from detectron2.evaluation import COCOEvaluator
 from detectron2.modeling import META_ARCH_REGISTRY
 
 from cldetr.config import identity, load_config
@@ -168,3 +170,25 @@ def test_a_lazy_config_of_own_parts_runs_and_can_be_restored(tiny_run, tmp_path)
     assert identity(stored) == identity(trainer.run_cfg)
     entry = IncrementalTrainer(stored).evaluate_weights()
     assert entry["all"]["AP"] == results["phases"][1]["all"]["AP"]
+
+
+def test_hooks_and_evaluators_of_detectron2_work_as_they_are(tiny_config, tmp_path):
+    class Trainer(IncrementalTrainer):
+        def build_hooks(self):
+            return [*super().build_hooks(), hooks.PeriodicCheckpointer(self.checkpointer, 3)]
+
+    trainer = Trainer(tiny_config(tmp_path))
+    results = trainer.train()
+    saved = load_state(tmp_path / "phase1/train/model_0000002.pth")["model"]
+    assert saved.keys() == trainer.detector.state_dict().keys()
+    # `test` takes evaluators as Detectron2's trainers do, and any registered data set.
+    cfg = trainer.cfg.clone()
+    cfg.defrost()
+    cfg.DATASETS.TEST = (trainer.data.name("test", 2),)
+    other = COCOEvaluator(cfg.DATASETS.TEST[0], tasks=("bbox",), output_dir=str(tmp_path / "coco"))
+    found = trainer.test(cfg, trainer.detector, [other])
+    assert found.keys() == {"bbox"}
+    assert found["bbox"]["AP"] == pytest.approx(results["phases"][1]["all"]["AP"])
+    assert trainer.test(cfg, trainer.detector)["all"] == results["phases"][1]["all"]
+    with pytest.raises(ValueError, match="2 evaluators for 1 data sets"):
+        trainer.test(cfg, trainer.detector, [other, other])
