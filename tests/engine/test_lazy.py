@@ -61,7 +61,10 @@ def test_overrides_reach_settings_that_the_file_leaves_at_their_defaults():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("dataloader.train.total_batch_sise=4", r"did you mean dataloader\.train\.total_batch_size"),
+        (
+            "dataloader.train.total_batch_sise=4",
+            r"did you mean dataloader\.train\.total_batch_size",
+        ),
         ("model.num_querys=4", r"did you mean model\.num_queries"),
         ("modle.num_queries=4", r"did you mean model\.num_queries"),
         ("optimizer.lr", "key=value"),

@@ -153,7 +153,8 @@ def _to_config(tree: dict[str, Any], path: str) -> CfgNode:
     for name, cls in _SETTINGS.items():
         if name in tree:
             add_keys(cfg[name.upper()], build_settings(cls, tree.pop(name), name))
-    values, problems = {}, []
+    values: dict[str, Any] = {}
+    problems = []
     for name in _PARTS:
         part = _take(tree, name)
         if part is not None:
@@ -232,7 +233,7 @@ def _known_keys(tree: DictConfig) -> list[str]:
     sections = (*_YAML_SECTIONS, *_SETTINGS)
     settings = [key.lower() for key, _ in leaves(cfg) if key.split(".")[0].lower() in sections]
     settings = [key for key in settings if not key.endswith(".enabled") or key.startswith("input")]
-    present = [key for key, _ in leaves(OmegaConf.to_container(tree))]
+    present = [key for key, _ in leaves(cast("dict[str, Any]", OmegaConf.to_container(tree)))]
     above = {".".join(key.split(".")[: depth + 1]) for key in present for depth in range(9)}
     return [*_KEYS, *settings, *sorted(above)]
 

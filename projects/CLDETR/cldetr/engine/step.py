@@ -105,7 +105,8 @@ class StageTrainer(SimpleTrainer):
 
     def close(self) -> None:
         """Ends the loader's workers now: those of a failed stage would delay the exit."""
-        iterator, self._data_loader_iter_obj = self._data_loader_iter_obj, None
+        iterator: Any = self.__dict__["_data_loader_iter_obj"]
+        self._data_loader_iter_obj = None
         if hasattr(iterator, "_shutdown_workers"):  # a traceback may keep the iterator alive
             iterator._shutdown_workers()
 

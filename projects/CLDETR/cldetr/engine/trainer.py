@@ -60,6 +60,7 @@ from cldetr.evaluation.results import (
 from cldetr.files import sha256_file, write_json
 from cldetr.lazy import lazy_part
 from cldetr.methods.learner import Learner
+from cldetr.modeling.detector import Detector
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class IncrementalTrainer(TrainerBase):
     # What a subclass may override, with Detectron2's names.
 
     @classmethod
-    def build_model(cls, cfg: CfgNode) -> nn.Module:
+    def build_model(cls, cfg: CfgNode) -> Detector:
         """Builds the detector, by default from META_ARCH_REGISTRY.
 
         It is a `cldetr.modeling.detector.Detector` with MODEL.DETR.NUM_CLASSES classes.
@@ -464,7 +465,7 @@ class IncrementalTrainer(TrainerBase):
         )
         self.model, self.scaler = self._trainer.model, self._trainer.scaler
         period = self.cfg.SOLVER.CHECKPOINT_PERIOD
-        self._hooks = []
+        self._hooks: list[HookBase] = []
         self.register_hooks(self.build_hooks())
         self.register_hooks([CheckpointHook(folder / "checkpoints", period, self._stop, meta)])
         first = self._restore(folder / "checkpoints")
@@ -509,7 +510,7 @@ class IncrementalTrainer(TrainerBase):
         if found.state["scaler"]:
             self.scaler.load_state_dict(found.state["scaler"])
         self.load_state_dict(found.state["trainer"])
-        sampler = getattr(self.data_loader, "batch_sampler", None)
+        sampler: Any = getattr(self.data_loader, "batch_sampler", None)
         if hasattr(sampler, "start_at"):
             sampler.start_at(step)
         else:
