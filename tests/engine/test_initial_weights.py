@@ -5,7 +5,8 @@ import torch
 from detectron2.modeling import build_model
 
 from cldetr.engine.checkpoint import save_state
-from cldetr.engine.initial_weights import initialise
+from cldetr.engine.initial_weights import initialise, load_trained_detector
+from cldetr.engine.rundata import RunData
 from cldetr.errors import InputError
 
 
@@ -64,3 +65,20 @@ def test_half_a_detector_is_refused(detector, tmp_path):
     save_state(tmp_path / "half.pth", {"model": weights})
     with pytest.raises(InputError, match="missing: bbox_embed"):
         initialise(detector, str(tmp_path / "half.pth"))
+
+
+def test_a_head_with_other_rows_than_its_categories_is_refused(tiny_config, detector, tmp_path):
+    scenario = RunData(tiny_config(tmp_path)).scenario
+    names = [scenario.categories[label].name for label in scenario.phases[0].classes]
+    weights = other(detector)  # rows for four categories
+    meta = {"categories": [{"id": i, "name": name} for i, name in enumerate(names)]}
+    save_state(tmp_path / "rows.pth", {"model": weights, "cldetr": meta})
+    with pytest.raises(InputError, match="has 4 rows for 3 categories"):
+        load_trained_detector(detector, str(tmp_path / "rows.pth"), scenario)
+    for key in detector.class_parameters():
+        weights[key] = weights[key][:3]
+    save_state(tmp_path / "fits.pth", {"model": weights, "cldetr": meta})
+    load_trained_detector(detector, str(tmp_path / "fits.pth"), scenario)
+    labels = list(scenario.phases[0].classes)
+    for key in detector.class_parameters():
+        assert torch.equal(detector.state_dict()[key][labels], weights[key]), key

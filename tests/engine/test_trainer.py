@@ -108,3 +108,16 @@ def test_parameters_are_in_the_groups_of_deformable_detr(tiny_config, tmp_path):
         assert group["weight_decay"] == (0.5 if id(parameter) in norms else 1e-4), name
     assert len(groups) == len(list(detector.parameters()))
     assert norms
+
+
+def test_progress_goes_from_0_to_1_over_a_stage(tiny_config, tmp_path, monkeypatch):
+    seen = []
+    forward = Learner.forward
+
+    def noted(self, batch):
+        seen.append(self.progress)
+        return forward(self, batch)
+
+    monkeypatch.setattr(Learner, "forward", noted)
+    train(tiny_config(tmp_path, "SCHEDULE.FIRST.MAX_STEPS", "5"))
+    assert seen[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1.0])
