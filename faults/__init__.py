@@ -1,6 +1,6 @@
 """Fault campaigns: what a run survives, shown by breaking it, with counts.
 
-    python -m faults                       every campaign, in about half an hour on one core
+    python -m faults                       every campaign, in under an hour on one core
     python -m faults kill --count 300      one of them, with bounds of your own
     python -m faults --size short          the form that the tests run
     python -m faults damage --stock        the same faults against stock Detectron2

@@ -48,7 +48,7 @@ def main() -> int:
     parser.add_argument("--size", choices=get_args(Size), default="nightly")
     parser.add_argument("--count", type=int, help="faults to try, instead of what the size says")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=60.0, help="most for each campaign")
+    parser.add_argument("--minutes", type=float, default=60.0, help="time limit of each campaign")
     parser.add_argument("--stock", action="store_true", help="break stock Detectron2 instead")
     parser.add_argument("--work", type=Path, help="folder for the runs; kept where it is given")
     args = parser.parse_args()
@@ -67,14 +67,14 @@ def main() -> int:
             if run is None:
                 continue
             begun = time.monotonic()
-            place = work / name
-            shutil.rmtree(place, ignore_errors=True)
-            tally = run(Options(place, args.size, args.count, args.seed, args.minutes))
+            folder = work / name
+            shutil.rmtree(folder, ignore_errors=True)
+            tally = run(Options(folder, args.size, args.count, args.seed, args.minutes))
             print(tally.text())
             print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
             missed += len(tally.misses)
             if not args.work:
-                shutil.rmtree(place, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
     finally:
         if not args.work:
             shutil.rmtree(work, ignore_errors=True)

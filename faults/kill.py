@@ -62,8 +62,11 @@ def _break_one_run(
     struck: list[str] = []
     while True:
         log = folder.with_suffix(".txt")
-        child = tiny.start(data.command(folder, "DATALOADER.NUM_WORKERS", workers), log)
-        if len(struck) < wanted:
+        words = ("DATALOADER.NUM_WORKERS", workers, "REPORT", rng.choice(["False", "True"]))
+        child = tiny.start(data.command(folder, *words), log)
+        ahead = tiny.PLACES[tiny.PLACES.index(tiny.present_stage(folder)) :]
+        rarely_hit = min(hits[x] for x in ahead) <= min(hits[x] for x in tiny.PLACES) + 2
+        if len(struck) < wanted and rarely_hit:
             _strike(child, folder, rng, seconds, hits)
         if child.wait() != -9:
             tally.check("starts ended well", child.status == 0, child.said()[-600:])
@@ -97,7 +100,7 @@ def _strike(
     """Kills at a random time, or in a stage that was rarely hit; the run may end before."""
     ahead = tiny.PLACES[tiny.PLACES.index(tiny.present_stage(folder)) :]
     if rng.random() < 0.75:
-        target = min(ahead, key=lambda place: hits[place])
+        target = min(ahead, key=lambda place: (hits[place], rng.random()))
         tiny.wait_for(child, folder, target, rng.uniform(0, seconds[target]))
     else:
         delay = rng.uniform(0, 1.2 * sum(seconds[place] for place in ahead))

@@ -17,7 +17,7 @@ from pathlib import Path
 from faults import tiny
 from faults.tally import Options, Tally
 
-SECONDS = 10.0  # most that a stop may take
+SECONDS = 10.0  # limit of a stop
 SIGNALS_PER_RUN = 5
 
 
