@@ -51,6 +51,8 @@ MAIN = [
 ]
 MORE = [
     "70_10_er",
+    "70_10_lwf_boxes",
+    "70_10_skip_annotated",
     "70_10_our_er",
     "70_10_dkd_er_random",
     "70_10_dkd_er_adaptive",

@@ -117,6 +117,22 @@ def test_rows_of_unseen_classes_get_no_gradient_when_masked(detector):
     assert gradient[[0, 1, 3]].abs().sum() > 0
 
 
+def test_lwf_by_boxes_divides_by_the_labels_of_the_batch(detector):
+    inputs = batch(labels=((3, 3), (3,)))
+    losses = {}
+    teacher = freeze(detector, [0, 1])
+    for normaliser in ("images", "boxes"):
+        learner = Learner(
+            detector,
+            seen=range(CLASSES),
+            teacher=teacher,
+            teacher_classes=[0, 1],
+            distill=DistillRule(normaliser=normaliser),
+        )
+        losses[normaliser] = learner(inputs)["loss_kd_cls"]
+    torch.testing.assert_close(losses["boxes"], losses["images"] * 2 / 3)  # 2 images, 3 boxes
+
+
 def test_classes_annotated_on_an_image_are_not_completed(detector):
     learner = Learner(
         detector,
@@ -127,8 +143,8 @@ def test_classes_annotated_on_an_image_are_not_completed(detector):
         annotated=[[0, 1, 2], [3, 4]],
     )
     inputs = batch()
-    advice = learner.teacher.predict(detector.preprocess(inputs))
-    merged = learner._merge(advice, detector.targets(inputs), inputs)
+    teacher_output = learner.teacher.predict(detector.preprocess(inputs))
+    merged = learner._merge(teacher_output, detector.targets(inputs), inputs)
     assert set(merged[0].labels[1:].tolist()) <= {0, 1, 2}  # of phase 2: 3 and 4 are annotated
     assert set(merged[1].labels.tolist()) <= {3, 4}  # of phase 1
     assert len(merged[1]) == 9
@@ -179,12 +195,12 @@ def test_recorded_predictions_label_as_the_live_teacher_does(detector, head, sel
     )
     inputs = [{**entry, "height": 64, "width": 64} for entry in batch()]
     truths = detector.targets(inputs)
-    advice = learner.teacher.predict(detector.preprocess(inputs))
+    teacher_output = learner.teacher.predict(detector.preprocess(inputs))
     progresses = (0.0, 0.6, 1.0)
     live = []
     for learner.progress in progresses:
-        live.append(learner._merge(advice, truths, inputs))
-    kept = learner.recordable(inputs)
+        live.append(learner._merge(teacher_output, truths, inputs))
+    kept = learner.teacher_candidates(inputs)
     learner.dismiss_teacher()
     inputs = [{**entry, "predictions": found} for entry, found in zip(inputs, kept, strict=True)]
     for learner.progress, expected in zip(progresses, live, strict=True):

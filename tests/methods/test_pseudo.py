@@ -121,23 +121,23 @@ def test_iou_of_exactly_lambda_is_kept_and_just_above_is_dropped():
 
 def test_overlap_is_judged_whatever_the_classes():
     truth = target([3], [[0.5, 0.5, 0.2, 0.2]])
-    same_place = target([0], [[0.5, 0.5, 0.2, 0.2]])
-    assert len(drop_overlapping(same_place, truth, PseudoRule())) == 0
+    same_box = target([0], [[0.5, 0.5, 0.2, 0.2]])
+    assert len(drop_overlapping(same_box, truth, PseudoRule())) == 0
 
 
 def test_merge_puts_ground_truth_first_and_counts_what_does_not_fit():
     truth = target([5, 6], [[0.1, 0.1, 0.1, 0.1], [0.2, 0.2, 0.1, 0.1]])
     pseudo = target([0, 1], [[0.7, 0.7, 0.1, 0.1], [0.8, 0.8, 0.1, 0.1]])
-    merged, dropped = merge(truth, pseudo, most=3)
+    merged, dropped = merge(truth, pseudo, limit=3)
     assert merged.labels.tolist() == [5, 6, 0]
     assert dropped == 1
-    assert merge(truth, pseudo, most=1)[0].labels.tolist() == [5, 6]
+    assert merge(truth, pseudo, limit=1)[0].labels.tolist() == [5, 6]
 
 
 def test_merge_gives_ground_truth_one_hot_rows_beside_soft_ones():
     truth = target([2], [[0.1, 0.1, 0.1, 0.1]])
     pseudo = target([0], [[0.7, 0.7, 0.1, 0.1]], [[0.8, 0.1, 0.0]])
-    merged, _ = merge(truth, pseudo, most=10)
+    merged, _ = merge(truth, pseudo, limit=10)
     assert merged.probs.tolist() == [[0, 0, 1], [pytest.approx(0.8), pytest.approx(0.1), 0]]
 
 
@@ -145,7 +145,7 @@ def test_merge_batch_counts():
     truth = target([2], [[0.5, 0.5, 0.2, 0.2]])
     pseudo = target([0, 1], [[0.5, 0.5, 0.2, 0.2], [0.1, 0.1, 0.1, 0.1]])
     nothing = target([], [])
-    merged, counts = merge_batch([truth, truth], [pseudo, nothing], PseudoRule(), most=10)
+    merged, counts = merge_batch([truth, truth], [pseudo, nothing], PseudoRule(), limit=10)
     assert [len(x) for x in merged] == [2, 1]
     assert (counts.images, counts.empty, counts.pseudo, counts.overlapping) == (2, 1, 1, 1)
 

@@ -12,6 +12,7 @@ from cldetr.data.exemplars import resolve_budget
 from cldetr.data.loader import SampleOrder
 from cldetr.methods.learner import Learner, freeze
 from cldetr.methods.method import Method
+from cldetr.methods.pseudo import PseudoRule
 from cldetr.modeling.detector import Detector
 from cldetr.scenario import Scenario
 from cldetr.settings import StageSchedule
@@ -126,6 +127,7 @@ def training_learner(
         teacher_classes=old,
         rule=method.pseudo,
         distill=method.distill,
+        annotated=_annotated(method.pseudo, scenario),
         mask_unseen=mask,
     )
 
@@ -152,6 +154,13 @@ def calibration_learner(
         teacher=freeze(detector, seen),
         teacher_classes=seen,
         rule=rule,
-        annotated=[each.classes for each in scenario.phases],
+        annotated=_annotated(rule, scenario),
         mask_unseen=mask,
     )
+
+
+def _annotated(rule: PseudoRule | None, scenario: Scenario) -> list[tuple[int, ...]] | None:
+    """The classes of each phase, where a rule gives no labels of those annotated on an image."""
+    if rule is None or not rule.skip_annotated:
+        return None
+    return [phase.classes for phase in scenario.phases]

@@ -28,8 +28,9 @@ class DistillRule:
         weight: factor on the whole loss.
         box_l1: γ_2, weight of the L1 distance of boxes.
         box_giou: γ_1, weight of 1 − GIoU of boxes.
-        normaliser: of LwF, which the paper leaves open: "queries" takes the mean over queries,
-            "images" their sum per image.
+        normaliser: of LwF, which the paper leaves open: what the sum over all queries is divided
+            by, a word of `NORMALISERS`. "queries" makes it a mean, "images" a sum per image, and
+            "boxes" divides by the number of labelled boxes, as L_DETR does.
         deviations: of ERD: queries count whose response exceeds mean + this many deviations.
         nms_iou: of ERD: class-wise suppression on the teacher's boxes before boxes are compared.
     """
@@ -45,8 +46,10 @@ class DistillRule:
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
             raise InputError(f"unknown distillation {self.loss!r}: choose {', '.join(LOSSES)}")
-        if self.normaliser not in ("queries", "images"):
-            raise InputError(f"normaliser is 'queries' or 'images', not {self.normaliser!r}")
+        if self.normaliser not in NORMALISERS:
+            raise InputError(
+                f"unknown normaliser {self.normaliser!r}: choose {', '.join(NORMALISERS)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,7 @@ class StudentTeacherOutputs:
     teacher_boxes: Tensor  # (B, Q, 4)
     old: Tensor  # (K,) bool, the classes that the teacher knows
     softmax: bool  # C = K + 1, the last output being no-object; else C = K independent sigmoids
+    num_boxes: Tensor | None = None  # labelled boxes, as L_DETR counts them; for "boxes" alone
 
 
 def lwf_loss(outputs: StudentTeacherOutputs, rule: DistillRule) -> dict[str, Tensor]:
@@ -79,8 +83,7 @@ def lwf_loss(outputs: StudentTeacherOutputs, rule: DistillRule) -> dict[str, Ten
             student[..., outputs.old], target, reduction="none"
         ).sum(dim=-1)
     boxes = _box_distance(outputs.student_boxes, outputs.teacher_boxes, rule)
-    images, queries = classes.shape
-    count = images * (queries if rule.normaliser == "queries" else 1)
+    count = NORMALISERS[rule.normaliser](outputs)
     return {
         "loss_kd_cls": rule.weight * classes.sum() / count,
         "loss_kd_box": rule.weight * boxes.sum() / count,
@@ -126,6 +129,18 @@ LOSSES: dict[str, Callable[[StudentTeacherOutputs, DistillRule], dict[str, Tenso
     "lwf": lwf_loss,
     "erd": erd_loss,
 }
+
+
+NORMALISERS: dict[str, Callable[[StudentTeacherOutputs], Tensor | int]] = {
+    "queries": lambda outputs: outputs.student_logits[..., 0].numel(),
+    "images": lambda outputs: len(outputs.student_logits),
+    "boxes": lambda outputs: _given(outputs.num_boxes),
+}
+
+
+def _given(num_boxes: Tensor | None) -> Tensor:
+    assert num_boxes is not None
+    return num_boxes
 
 
 def _box_distance(student: Tensor, teacher: Tensor, rule: DistillRule) -> Tensor:

@@ -117,6 +117,10 @@ class Learner(nn.Module):
             return self.detector(batched_inputs)
         images = self.detector.preprocess(batched_inputs)
         targets = self.detector.targets(batched_inputs)
+        num_boxes = None
+        if self.distill is not None and self.distill.normaliser == "boxes":
+            # A collective call: every process comes by here, whatever its predictions are like.
+            num_boxes = self.detector.criterion.normaliser(targets, self.detector.device)
         teacher_output = None
         if self.teacher is not None:
             # A loss that compares with the teacher's outputs may keep them for the backward pass,
@@ -131,7 +135,7 @@ class Learner(nn.Module):
         if not sound:  # the trainer skips the step, on all processes together
             losses = {name: loss * float("nan") for name, loss in losses.items()}
         elif teacher_output is not None and output is not None and self.distill is not None:
-            losses |= self._compare(output, teacher_output, self.distill)
+            losses |= self._compare(output, teacher_output, self.distill, num_boxes)
         return losses
 
     @torch.no_grad()
@@ -239,7 +243,11 @@ class Learner(nn.Module):
         )
 
     def _compare(
-        self, output: DetrOutput, teacher_output: DetrOutput, rule: DistillRule
+        self,
+        output: DetrOutput,
+        teacher_output: DetrOutput,
+        rule: DistillRule,
+        num_boxes: Tensor | None,
     ) -> dict[str, Tensor]:
         """The distillation loss of the last layer, in float32."""
         outputs = StudentTeacherOutputs(
@@ -249,6 +257,7 @@ class Learner(nn.Module):
             teacher_boxes=teacher_output.boxes[-1].float(),
             old=self._teacher_classes,
             softmax=output.logits.shape[-1] > self.detector.num_classes,
+            num_boxes=num_boxes,
         )
         return LOSSES[rule.loss](outputs, rule)
 

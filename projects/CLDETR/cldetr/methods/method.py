@@ -40,7 +40,7 @@ class CalibrationRule:
     complete: PseudoRule | None = field(
         default=None,
         # Hard labels: a soft one is the model's own score, from which there is nothing to learn.
-        metadata={"enabled": lambda: PseudoRule(foreground=0.2, soft=False)},
+        metadata={"enabled": lambda: PseudoRule(foreground=0.2, skip_annotated=True, soft=False)},
     )
     reveal: bool = False
 

@@ -34,6 +34,8 @@ class PseudoRule:
             its best class scores above this. Softmax heads compare with p(φ), as the paper does.
         iou: λ, a pseudo-box that overlaps a ground-truth box by more than this is dropped.
         drop_at_iou: drop at IoU exactly λ too, as the released code does.
+        skip_annotated: no label of a class whose objects are all annotated on the image anyway,
+            as those of an exemplar's own phase are; the paper's DKD does not ask.
         soft: label with the teacher's class distribution; else with its best class.
         cache: ask the teacher once per image, before the stage and at test size, and carry its
             predictions through the augmentation; else ask it in every step about the augmented
@@ -47,6 +49,7 @@ class PseudoRule:
     foreground: float = 0.3
     iou: float = 0.7
     drop_at_iou: bool = False
+    skip_annotated: bool = False
     soft: bool = True
     cache: bool = False
 
