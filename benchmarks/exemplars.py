@@ -18,13 +18,14 @@ import statistics
 import time
 
 import numpy as np
+from scipy.sparse import csr_array
 
-from cldetr.data.counts import ClassCounts, kl_curve
+from cldetr.data.counts import count_classes, kl_curve
 from cldetr.data.exemplars import select_random
 from cldetr.data.greedy_kl import Objective, choose_greedily
 
 
-def draw_counts(images: int, seed: int = 0) -> ClassCounts:
+def draw_counts(images: int, seed: int = 0) -> csr_array:
     """Draws class counts like those of COCO, of which a phase sees 70 classes of 80."""
     rng = np.random.default_rng(seed)
     classes, visible, most = 80, 70, 15
@@ -39,7 +40,7 @@ def draw_counts(images: int, seed: int = 0) -> ClassCounts:
     share = sizes**-1.95
     objects = rng.choice(sizes, len(labels), p=share / share.sum())  # objects per class and image
     kept = labels < visible
-    return ClassCounts.from_objects(
+    return count_classes(
         np.repeat(np.nonzero(present)[0][kept], objects[kept]),
         np.repeat(labels[kept], objects[kept]),
         images,
@@ -50,9 +51,8 @@ def draw_counts(images: int, seed: int = 0) -> ClassCounts:
 class DenseGreedy:
     """Eq. 6 as one would write it down: every image's log shares, weighted and summed."""
 
-    def __init__(self, counts: ClassCounts) -> None:
-        self.dense = np.zeros((counts.num_images, counts.num_classes))
-        self.dense[counts.rows, counts.labels] = counts.counts
+    def __init__(self, counts: csr_array) -> None:
+        self.dense = counts.toarray().astype(float)
         self.sizes = self.dense.sum(1)
         totals = self.dense.sum(0)
         self.shares = totals / totals.sum()
@@ -72,7 +72,7 @@ class DenseGreedy:
         return best, float(scores[best] - scores[unlike].max()), seconds
 
 
-def choose(counts: ClassCounts, number: int) -> tuple[np.ndarray, float]:
+def choose(counts: csr_array, number: int) -> tuple[np.ndarray, float]:
     """Our choice and its seconds, all preparation included."""
     start = time.process_time()
     chosen = choose_greedily(Objective.classes(counts), number)
@@ -108,10 +108,10 @@ def main() -> None:
 
     medians = {way: statistics.median(spent) for way, spent in seconds.items()}
     medians["dense"] *= number
-    sizes = counts.instances()
+    sizes = counts.sum(axis=1)
     report = {
         "images": args.images,
-        "classes": counts.num_classes,
+        "classes": counts.shape[1],
         "choices": number,
         "seconds": {way: round(value, 3) for way, value in medians.items()},
         "dense": f"extrapolated from {len(steps)} steps",

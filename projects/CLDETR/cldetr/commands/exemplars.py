@@ -11,7 +11,6 @@ from tqdm import tqdm
 
 from cldetr.data.coco import load_coco
 from cldetr.data.coco_writer import write_subset
-from cldetr.data.counts import ClassCounts
 from cldetr.data.exemplars import (
     STRATEGIES,
     Context,
@@ -70,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     scenario = replace(scenario, phases=(phase,), data_seed=None)
     counts = phase_counts(scenario, 1, data)
 
-    wanted = min(resolve_budget(args.budget, counts.num_images), counts.num_images)
+    wanted = min(resolve_budget(args.budget, counts.shape[0]), counts.shape[0])
     with tqdm(total=wanted, desc="choosing", unit=" images", disable=None) as bar:
         selection = strategy.choose(
             counts, args.budget, Context(seed=args.seed, progress=bar.update)
@@ -86,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
     )
     memory = ExemplarMemory.empty(scenario).add(exemplars)
     by_chance = select_random(counts, args.budget, Context(seed=args.seed))
-    _print_summary(exemplars, counts, selection, by_chance)
+    _print_summary(exemplars, selection, by_chance)
     try:
         memory.write(args.out)
         if args.coco:
@@ -103,9 +102,7 @@ def number(text: str) -> int | float:
     return int(text) if text.isdecimal() else float(text)
 
 
-def _print_summary(
-    exemplars: PhaseExemplars, counts: ClassCounts, selection: Selection, by_chance: Selection
-) -> None:
+def _print_summary(exemplars: PhaseExemplars, selection: Selection, by_chance: Selection) -> None:
     """Prints the shares of each class in the data and in the exemplars, and the divergences."""
     in_data = sum(record.objects_in_data for record in exemplars.classes)
     kept = sum(record.objects_in_exemplars for record in exemplars.classes)
@@ -119,7 +116,7 @@ def _print_summary(
         )
     means = [objects_per_image(i) or 0 for i in (exemplars.data_images, exemplars.exemplar_images)]
     print(
-        f"\n{len(selection.indices):,} of {counts.num_images:,} images chosen "
+        f"\n{len(selection.indices):,} of {sum(exemplars.data_images):,} images chosen "
         f"({exemplars.strategy}: {exemplars.note}), {exemplars.shortfall:,} fewer than asked for"
     )
     print(f"objects per labelled image: {means[0]:.2f} in the data, {means[1]:.2f} in exemplars")

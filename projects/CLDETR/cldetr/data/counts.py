@@ -1,86 +1,24 @@
 """Class counts per image: all that the paper's exemplar strategies need of a data set.
 
-Shape shorthand: I images, C classes of the phase, J non-zero (image, class) pairs, R choices.
+The counts of a phase are a sparse int64 matrix, (I, C): row i is an image, in the phase's order,
+column c a class, in the phase's class list. It has no stored zeros, and an image without objects
+has an empty row.
+
+Shape shorthand: I images, C classes of the phase, R choices.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
+from scipy.sparse import csr_array
 
 
-@dataclass(frozen=True)
-class ClassCounts:
-    """How many objects of each class every image of a phase holds, as sparse rows (CSR).
-
-    Image i, an index in the phase's image order, holds `counts[j]` objects of class `labels[j]` for
-    j in `indptr[i]:indptr[i + 1]`. In a row the labels ascend; counts are positive. A class is an
-    index in the phase's class list, 0 … C − 1. An image without objects has an empty row.
-    """
-
-    indptr: np.ndarray  # (I + 1,) int64
-    labels: np.ndarray  # (J,) int64
-    counts: np.ndarray  # (J,) int64
-    num_classes: int
-
-    def __post_init__(self) -> None:
-        for name in ("indptr", "labels", "counts"):
-            object.__setattr__(self, name, np.ascontiguousarray(getattr(self, name), np.int64))
-        rows = np.diff(self.indptr)
-        if self.indptr[0] != 0 or (rows < 0).any() or self.indptr[-1] != len(self.labels):
-            raise ValueError("indptr must ascend from 0 to the number of labels")
-        if len(self.labels) != len(self.counts) or (self.counts < 1).any():
-            raise ValueError("every label needs a count of one or more")
-        if ((self.labels < 0) | (self.labels >= self.num_classes)).any():
-            raise ValueError(f"labels must be in [0, {self.num_classes})")
-        keys = self.rows * self.num_classes + self.labels
-        if (np.diff(keys) <= 0).any():
-            raise ValueError("labels must ascend within a row")
-
-    @classmethod
-    def from_objects(
-        cls, images: np.ndarray, labels: np.ndarray, num_images: int, num_classes: int
-    ) -> ClassCounts:
-        """Counts objects given by the index of their image and by their class, both (N,)."""
-        images, labels = np.asarray(images, np.int64), np.asarray(labels, np.int64)
-        keys, counts = np.unique(images * num_classes + labels, return_counts=True)
-        indptr = np.searchsorted(keys, np.arange(num_images + 1, dtype=np.int64) * num_classes)
-        return cls(indptr, keys % num_classes, counts, num_classes)
-
-    @property
-    def num_images(self) -> int:
-        """I, images without objects included."""
-        return len(self.indptr) - 1
-
-    @property
-    def rows(self) -> np.ndarray:
-        """The image of each non-zero pair, (J,)."""
-        return np.repeat(np.arange(self.num_images), np.diff(self.indptr))
-
-    def class_totals(self) -> np.ndarray:
-        """Objects of each class in the whole phase, (C,)."""
-        totals = np.zeros(self.num_classes, np.int64)
-        np.add.at(totals, self.labels, self.counts)
-        return totals
-
-    def instances(self) -> np.ndarray:
-        """Objects in each image, (I,)."""
-        before = np.concatenate([[0], np.cumsum(self.counts)])
-        return before[self.indptr[1:]] - before[self.indptr[:-1]]
-
-    def transpose(self) -> ClassCounts:
-        """One row per class, whose `labels` are the images that hold it."""
-        order = np.argsort(self.labels, kind="stable")
-        indptr = np.searchsorted(self.labels[order], np.arange(self.num_classes + 1))
-        return ClassCounts(indptr, self.rows[order], self.counts[order], self.num_images)
-
-    def take(self, images: np.ndarray) -> ClassCounts:
-        """The rows of `images`, in that order."""
-        lengths = np.diff(self.indptr)[images]
-        indptr = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-        pairs = np.arange(indptr[-1]) + np.repeat(self.indptr[images] - indptr[:-1], lengths)
-        return ClassCounts(indptr, self.labels[pairs], self.counts[pairs], self.num_classes)
+def count_classes(
+    images: np.ndarray, labels: np.ndarray, num_images: int, num_classes: int
+) -> csr_array:
+    """Counts objects given by the index of their image and by their class, both (N,)."""
+    ones = np.ones(len(labels), np.int64)
+    return csr_array((ones, (images, labels)), shape=(num_images, num_classes))
 
 
 def kl_divergence(data: np.ndarray, exemplars: np.ndarray) -> np.ndarray:
@@ -100,16 +38,13 @@ def kl_divergence(data: np.ndarray, exemplars: np.ndarray) -> np.ndarray:
     return np.where(total[..., 0] > 0, terms.sum(-1), np.inf if present.any() else np.nan)
 
 
-def kl_curve(counts: ClassCounts, chosen: np.ndarray) -> np.ndarray:
+def kl_curve(counts: csr_array, chosen: np.ndarray) -> np.ndarray:
     """Computes KL(p_D ‖ p_E) after each choice, (R,), for images chosen in that order."""
-    data = counts.class_totals()
-    held = np.zeros(counts.num_classes, np.int64)
+    data = counts.sum(axis=0)
+    held = np.zeros_like(data)
     curve = np.empty(len(chosen))
     for start in range(0, len(chosen), 1024):  # (1024, C) at a time: C may be a thousand
-        block = counts.take(chosen[start : start + 1024])
-        gained = np.zeros((block.num_images, counts.num_classes), np.int64)
-        gained[block.rows, block.labels] = block.counts
-        running = held + gained.cumsum(0)
+        running = held + counts[chosen[start : start + 1024]].toarray().cumsum(0)
         curve[start : start + len(running)] = kl_divergence(data, running)
         held = running[-1]
     return curve

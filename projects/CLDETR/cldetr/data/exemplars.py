@@ -15,11 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.sparse import csr_array
 
-from cldetr.data.counts import ClassCounts, kl_curve
+from cldetr.data.counts import kl_curve
 from cldetr.data.greedy_kl import Objective, choose_greedily
 from cldetr.data.herding import ObjectFeatures, choose_by_herding
 from cldetr.errors import InputError
+from cldetr.scenario import Scenario
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,7 @@ def resolve_budget(budget: float, num_images: int) -> int:
     """Turns a budget into R_i, the number of images to choose in a phase of `num_images`.
 
     Up to 1 it is a share of the phase's own images, R_i = round(budget · |D_i|), at least one;
-    above 1 it is a number of images. The paper gives 10% of the total data set for all phases
-    together: with the same share in each phase, E_1:i is 10% of the data seen after any phase i.
+    above 1 it is a number of images.
     """
     if isinstance(budget, numbers.Real) and not isinstance(budget, bool):
         if 0 < budget <= 1:
@@ -67,6 +68,19 @@ def resolve_budget(budget: float, num_images: int) -> int:
     )
 
 
+def phase_budget(budget: float, scenario: Scenario) -> float:
+    """The budget of each phase where `budget` is a share of the whole data set, as in the paper.
+
+    With the same share in each phase, E_1:i is that share of the data seen after any phase i. In
+    the traditional protocol phases share images, so that Σ|D_i| is more than |D|: there the share
+    is scaled by |D| / Σ|D_i|. A share of 1 keeps all images, and numbers of images stay as they are.
+    """
+    if not 0 < budget < 1:
+        return budget
+    images = [(phase.source, image) for phase in scenario.phases for image in phase.image_ids]
+    return budget * (len(set(images)) / len(images))
+
+
 def find_strategy(name: str) -> Strategy:
     """The strategy that a config calls `name`."""
     if name not in STRATEGIES:
@@ -76,14 +90,14 @@ def find_strategy(name: str) -> Strategy:
     return STRATEGIES[name]
 
 
-def select_kl(counts: ClassCounts, budget: float, context: Context = DEFAULT) -> Selection:
+def select_kl(counts: csr_array, budget: float, context: Context = DEFAULT) -> Selection:
     """The paper's strategy (Algorithm 2, Eq. 6): see `greedy_kl` for the rules."""
     objective = Objective.classes(counts)
     return _select_greedily(counts, budget, context, objective, "Eq. 6, exact greedy")
 
 
 def select_kl_and_instances(
-    counts: ClassCounts, budget: float, context: Context = DEFAULT
+    counts: csr_array, budget: float, context: Context = DEFAULT
 ) -> Selection:
     """Beyond the paper: matches the classes and the number of objects per image together.
 
@@ -96,15 +110,15 @@ def select_kl_and_instances(
     )
 
 
-def select_random(counts: ClassCounts, budget: float, context: Context = DEFAULT) -> Selection:
+def select_random(counts: csr_array, budget: float, context: Context = DEFAULT) -> Selection:
     """Draws images uniformly, among those with a label of the phase."""
-    number = resolve_budget(budget, counts.num_images)
+    number = resolve_budget(budget, counts.shape[0])
     labelled = np.flatnonzero(np.diff(counts.indptr))
     drawn = np.random.default_rng(context.seed).permutation(labelled)
     return _finish(counts, drawn, number, "uniform")
 
 
-def select_balanced(counts: ClassCounts, budget: float, context: Context = DEFAULT) -> Selection:
+def select_balanced(counts: csr_array, budget: float, context: Context = DEFAULT) -> Selection:
     """Conventional replay: the same number of images for every class.
 
     The classes take turns, in the order of the phase's class list; in its turn a class draws one
@@ -112,15 +126,15 @@ def select_balanced(counts: ClassCounts, budget: float, context: Context = DEFAU
     passes, so its share goes to the others. An image counts for the class that drew it, whatever
     else it shows: with several classes to an image, equal counts of objects cannot be had.
     """
-    number = resolve_budget(budget, counts.num_images)
+    number = resolve_budget(budget, counts.shape[0])
     rng = np.random.default_rng(context.seed)
-    by_class = counts.transpose()
+    by_class = counts.tocsc()
     urns = [
-        rng.permutation(by_class.labels[start:end]).tolist()
+        rng.permutation(by_class.indices[start:end]).tolist()
         for start, end in zip(by_class.indptr[:-1], by_class.indptr[1:], strict=True)
     ]
     chosen: list[int] = []
-    taken = np.zeros(counts.num_images, bool)
+    taken = np.zeros(counts.shape[0], bool)
     while len(chosen) < number and any(urns):
         for urn in urns:
             while urn and taken[urn[-1]]:
@@ -131,19 +145,19 @@ def select_balanced(counts: ClassCounts, budget: float, context: Context = DEFAU
     return _finish(counts, np.array(chosen, np.int64), number, "classes take turns, at random")
 
 
-def select_herding(counts: ClassCounts, budget: float, context: Context = DEFAULT) -> Selection:
+def select_herding(counts: csr_array, budget: float, context: Context = DEFAULT) -> Selection:
     """Herding as in iCaRL, on the detector's object features: see `herding` for the rules."""
     if context.features is None:
         raise InputError(
             "exemplar strategy 'herding' needs features of a trained detector, which a training "
             "run has and this command has not; choose another strategy here"
         )
-    number = resolve_budget(budget, counts.num_images)
-    chosen = choose_by_herding(context.features, counts.num_classes, number, context.progress)
+    number = resolve_budget(budget, counts.shape[0])
+    chosen = choose_by_herding(context.features, counts.shape[1], number, context.progress)
     return _finish(counts, chosen, number, "nearest running mean of object features, in turns")
 
 
-def select_adaptive(counts: ClassCounts, budget: float, context: Context = DEFAULT) -> Selection:
+def select_adaptive(counts: csr_array, budget: float, context: Context = DEFAULT) -> Selection:
     """Adaptive sampling (Liu et al. 2020): our reading, since the algorithm is not published.
 
     Their summary asks for diverse and informative samples of the whole data set, and the paper
@@ -152,9 +166,9 @@ def select_adaptive(counts: ClassCounts, budget: float, context: Context = DEFAU
     whose classes are worth most together. Worths within 1e-9 are ties, which go to the first
     image. Deterministic; images with many rare classes come first.
     """
-    number = resolve_budget(budget, counts.num_images)
-    by_class = counts.transpose()
-    shown = np.zeros(counts.num_classes, np.int64)  # exemplar images that show each class
+    number = resolve_budget(budget, counts.shape[0])
+    by_class = counts.tocsc()
+    shown = np.zeros(counts.shape[1], np.int64)  # exemplar images that show each class
     worth = np.diff(counts.indptr).astype(float)  # (I,) every class is worth 1 at first
     available = int(np.count_nonzero(worth))
     worth[worth == 0] = -np.inf
@@ -162,8 +176,8 @@ def select_adaptive(counts: ClassCounts, budget: float, context: Context = DEFAU
     for step in range(len(chosen)):
         image = chosen[step] = np.argmax(worth >= worth.max() - 1e-9)
         worth[image] = -np.inf
-        for label in counts.labels[counts.indptr[image] : counts.indptr[image + 1]]:
-            others = by_class.labels[by_class.indptr[label] : by_class.indptr[label + 1]]
+        for label in counts.indices[counts.indptr[image] : counts.indptr[image + 1]]:
+            others = by_class.indices[by_class.indptr[label] : by_class.indptr[label + 1]]
             worth[others] -= 1 / (1 + shown[label]) - 1 / (2 + shown[label])
             shown[label] += 1
         if context.progress:
@@ -171,16 +185,16 @@ def select_adaptive(counts: ClassCounts, budget: float, context: Context = DEFAU
     return _finish(counts, chosen, number, "our interpretation: classes rare so far first")
 
 
-def select_released(counts: ClassCounts, budget: float, context: Context = DEFAULT) -> Selection:
+def select_released(counts: csr_array, budget: float, context: Context = DEFAULT) -> Selection:
     """What the authors' released code does instead of Eq. 6.
 
     It takes the first images of the phase's order (shuffled when the phases were made), then drops
     those without a label of the phase: fewer than the budget remain.
     """
-    number = resolve_budget(budget, counts.num_images)
+    number = resolve_budget(budget, counts.shape[0])
     if budget <= 1:
-        number = int(budget * counts.num_images)  # that code rounds down
-    first = np.arange(min(number, counts.num_images))
+        number = int(budget * counts.shape[0])  # that code rounds down
+    first = np.arange(min(number, counts.shape[0]))
     kept = first[np.diff(counts.indptr)[first] > 0]
     note = f"first {len(first)} images, {len(first) - len(kept)} without a label dropped"
     return Selection(kept, kl_curve(counts, kept), number, note)
@@ -190,7 +204,7 @@ def select_released(counts: ClassCounts, budget: float, context: Context = DEFAU
 class Strategy:
     """A way to choose exemplars and what it needs besides the counts."""
 
-    choose: Callable[[ClassCounts, float, Context], Selection]
+    choose: Callable[[csr_array, float, Context], Selection]
     needs_features: bool = False  # object features of the detector trained in the phase
 
 
@@ -206,17 +220,17 @@ STRATEGIES = {
 
 
 def _select_greedily(
-    counts: ClassCounts, budget: float, context: Context, objective: Objective, note: str
+    counts: csr_array, budget: float, context: Context, objective: Objective, note: str
 ) -> Selection:
-    number = resolve_budget(budget, counts.num_images)
+    number = resolve_budget(budget, counts.shape[0])
     chosen = choose_greedily(objective, number, context.progress)
     return _finish(counts, chosen, number, note)
 
 
-def _finish(counts: ClassCounts, chosen: np.ndarray, number: int, note: str) -> Selection:
+def _finish(counts: csr_array, chosen: np.ndarray, number: int, note: str) -> Selection:
     """Cuts `chosen` to `number`, or fills it up, labelled images first, in the phase's order."""
     chosen = chosen[:number]
-    free = np.ones(counts.num_images, bool)
+    free = np.ones(counts.shape[0], bool)
     free[chosen] = False
     rest = np.flatnonzero(free)
     rest = rest[np.argsort(np.diff(counts.indptr)[rest] == 0, kind="stable")]

@@ -19,10 +19,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from scipy.sparse import csr_array
 
 from cldetr.data.coco import CocoData, label_table
 from cldetr.data.coco_writer import write_subset
-from cldetr.data.counts import ClassCounts
+from cldetr.data.counts import count_classes
 from cldetr.data.exemplars import Selection
 from cldetr.errors import InputError
 from cldetr.files import read_sealed, sha256_file, write_sealed
@@ -68,7 +69,7 @@ class PhaseExemplars:
         cls,
         scenario: Scenario,
         index: int,
-        counts: ClassCounts,
+        counts: csr_array,
         selection: Selection,
         *,
         strategy: str,
@@ -77,8 +78,8 @@ class PhaseExemplars:
     ) -> PhaseExemplars:
         """Records what was selected from `counts`, the counts of phase `index`."""
         phase = scenario.phase(index)
-        chosen = counts.take(selection.indices)
-        in_data, in_exemplars = counts.class_totals().tolist(), chosen.class_totals().tolist()
+        chosen = counts[selection.indices]
+        in_data, in_exemplars = counts.sum(axis=0).tolist(), chosen.sum(axis=0).tolist()
         return cls(
             index=index,
             source=phase.source,
@@ -92,8 +93,8 @@ class PhaseExemplars:
                 ClassRecord(label, scenario.categories[label].name, in_data[c], in_exemplars[c])
                 for c, label in enumerate(phase.classes)
             ),
-            data_images=tuple(np.bincount(counts.instances()).tolist()),
-            exemplar_images=tuple(np.bincount(chosen.instances()).tolist()),
+            data_images=tuple(np.bincount(counts.sum(axis=1)).tolist()),
+            exemplar_images=tuple(np.bincount(chosen.sum(axis=1)).tolist()),
             image_ids=tuple(phase.image_ids[index] for index in selection.indices),
             kl=tuple(value if math.isfinite(value) else None for value in selection.kl.tolist()),
         )
@@ -184,7 +185,7 @@ class ExemplarMemory:
             )
 
 
-def phase_counts(scenario: Scenario, index: int, data: CocoData) -> ClassCounts:
+def phase_counts(scenario: Scenario, index: int, data: CocoData) -> csr_array:
     """Counts the objects of C_i in the images of D_i; crowd regions are not training targets."""
     phase = scenario.phase(index)
     own = [scenario.categories[label] for label in phase.classes]
@@ -193,7 +194,7 @@ def phase_counts(scenario: Scenario, index: int, data: CocoData) -> ClassCounts:
     images = np.repeat(order, np.diff(data.starts))  # (N,)
     labels = label_table(data, own, range(len(own)))[data.labels]  # (N,)
     kept = (images >= 0) & (labels >= 0) & ~data.crowd
-    return ClassCounts.from_objects(images[kept], labels[kept], len(phase.image_ids), len(own))
+    return count_classes(images[kept], labels[kept], len(phase.image_ids), len(own))
 
 
 def objects_per_image(images: tuple[int, ...]) -> float | None:
@@ -241,8 +242,8 @@ def _data_differences(memory: ExemplarMemory, sources: Mapping[str, CocoData]) -
 def _count_differences(phase: PhaseExemplars, scenario: Scenario, data: CocoData) -> Iterator[str]:
     counts = phase_counts(scenario, phase.index, data)
     chosen = np.isin(scenario.phase(phase.index).image_ids, phase.image_ids)
-    in_exemplars = counts.take(np.flatnonzero(chosen)).class_totals().tolist()
-    totals = zip(counts.class_totals().tolist(), in_exemplars, strict=True)
+    in_exemplars = counts[np.flatnonzero(chosen)].sum(axis=0).tolist()
+    totals = zip(counts.sum(axis=0).tolist(), in_exemplars, strict=True)
     for record, (objects, kept) in zip(phase.classes, totals, strict=True):
         if (record.objects_in_data, record.objects_in_exemplars) != (objects, kept):
             yield (
