@@ -63,8 +63,8 @@ There are three ways to say which classes and images each phase gets:
    Categories are matched by name; each is learnt in the first data set that has an object of it.
    `SCENARIO` is ignored.
 
-With the first two, `SCENARIO.PROTOCOL` divides the images. `strict` shuffles them by `DATA_SEED` and
-gives each to one phase, in proportion to the phases' class counts. `traditional` gives a phase all
+With the first two, `SCENARIO.PROTOCOL` divides the images. `strict` shuffles them by `DATA_SEED`
+and gives each to one phase, in proportion to the phases' class counts. `traditional` gives a phase all
 images with an object of its classes. `cldetr split` shows the result before training.
 """
 
