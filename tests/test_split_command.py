@@ -49,9 +49,9 @@ def test_audit_counts_what_each_phase_shows_and_hides(annotations, tmp_path, pro
     for number, (phase, found) in enumerate(zip(phases, audit["phases"], strict=True)):
         images, later = (
             set(phase["image_ids"]),
-            [n for p in phases[number + 1 :] for n in p["classes"]],
+            [n for p in phases[number + 1 :] for n in p["class_names"]],
         )
-        own = objects(content, images, phase["classes"])
+        own = objects(content, images, phase["class_names"])
         assert found["images"] == len(images)
         assert found["instances"] == len(own)
         assert found["crowd"] == sum(ann["iscrowd"] for ann in own)
@@ -63,9 +63,9 @@ def test_audit_counts_what_each_phase_shows_and_hides(annotations, tmp_path, pro
             "never": 0,
         }
         assert found["instances_per_class"] == {
-            name: len(objects(content, images, [name])) for name in phase["classes"]
+            name: len(objects(content, images, [name])) for name in phase["class_names"]
         }
-        old += phase["classes"]
+        old += phase["class_names"]
     overlap = {tuple(pair["phases"]): pair["images"] for pair in audit["overlap"]}
     for i, first in enumerate(phases):
         for j, second in enumerate(phases[:i]):
@@ -99,7 +99,7 @@ def test_phase_files_are_valid_coco_with_all_categories(annotations, tmp_path):
             c["id"]: c["name"] for c in content["categories"]
         }
         assert [image["id"] for image in api.dataset["images"]] == phase["image_ids"]
-        expected = {ann["id"]: ann for ann in objects(content, set(api.imgs), phase["classes"])}
+        expected = {ann["id"]: ann for ann in objects(content, set(api.imgs), phase["class_names"])}
         assert api.anns == expected
         load_coco(path, tmp_path)  # and it passes our own checks
 
@@ -120,7 +120,7 @@ def test_files_of_their_own_become_phases(tmp_path, capsys):
     ]
     assert split("--phases-from", *files, "--out", tmp_path / "out", "--write-json") == 0
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
-    assert [phase["classes"] for phase in manifest["phases"]] == [["cat", "dog"], ["bird"]]
+    assert [phase["class_names"] for phase in manifest["phases"]] == [["cat", "dog"], ["bird"]]
     second = json.loads((tmp_path / "out" / "phase2.json").read_text())
     assert [c["name"] for c in second["categories"]] == ["cat", "dog", "bird"]
     assert [ann["category_id"] for ann in second["annotations"]] == [3]

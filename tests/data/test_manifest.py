@@ -62,8 +62,7 @@ def test_manifest_is_readable_and_holds_names_and_ids(tmp_path):
     assert len(text.splitlines()) < 80
     assert "Füchse" in text
     for phase, written in zip(made.phases, content["phases"], strict=True):
-        assert written["classes"] == [made.categories[label].name for label in phase.classes]
-        assert written["class_ids"] == [made.categories[label].id for label in phase.classes]
+        assert written["class_names"] == [made.categories[label].name for label in phase.classes]
         assert tuple(written["image_ids"]) == phase.image_ids
 
 
@@ -96,7 +95,7 @@ def leaves(value, path=()):
 def test_a_changed_value_is_refused_even_with_a_new_hash(tmp_path_factory, data):
     """A forged hash passes the first check: the content or the comparison then gives it away."""
     made, _ = toy()
-    content = manifest_content(made)
+    content = json.loads(json.dumps(manifest_content(made)))
     *way, last = data.draw(st.sampled_from(leaves(content)))
     holder = content
     for key in way:
@@ -123,8 +122,8 @@ def test_a_changed_value_is_refused_even_with_a_new_hash(tmp_path_factory, data)
         ("", "not a valid manifest"),
         ("[]", "not a valid manifest"),
         ("{}", "has format None"),
-        ('{"format": 2}', "has format 2, this version of cldetr reads 1"),
-        ('{"format": 1, "name": 3}', "was changed after it was written"),
+        ('{"format": 1}', "has format 1, this version of cldetr reads 2"),
+        ('{"format": 2, "name": 3}', "was changed after it was written"),
     ],
 )
 def test_what_is_not_a_manifest_is_refused(tmp_path, text, message):
@@ -137,9 +136,9 @@ def test_what_is_not_a_manifest_is_refused(tmp_path, text, message):
 
 
 def test_contradictions_are_told_at_once(tmp_path):
-    content = manifest_content(toy()[0])
+    content = json.loads(json.dumps(manifest_content(toy()[0])))
     first, second, third = content["phases"]
-    second["classes"][0], second["class_ids"][0] = first["classes"][0], first["class_ids"][0]
+    second["classes"][0] = first["classes"][0]
     second["image_ids"][0] = first["image_ids"][0]
     third["image_ids"] = []
     third["source"] = "nowhere"

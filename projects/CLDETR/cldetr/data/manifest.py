@@ -7,6 +7,7 @@ fingerprints tie it to the content of the annotation files.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -14,61 +15,19 @@ import msgspec
 
 from cldetr.errors import InputError
 from cldetr.files import read_sealed, sha256_json, write_sealed
-from cldetr.scenario import Category, Phase, Protocol, Scenario
+from cldetr.scenario import Category, Scenario
 
-FORMAT = 1
+FORMAT = 2
 _MAX_LISTED = 10  # differences named in a message; the rest is counted
 _FIX = "take the one that `cldetr split` or the run wrote, or make it again with `cldetr split`"
 
 
-class _Source(msgspec.Struct):
-    source: str
-    fingerprint: str
-
-
-class _Phase(msgspec.Struct):
-    index: int
-    source: str
-    classes: list[str]
-    class_ids: list[int]
-    image_ids: list[int]
-
-
-class _Manifest(msgspec.Struct, forbid_unknown_fields=True):
-    format: int
-    name: str
-    protocol: Protocol
-    order: str
-    class_seed: int | None
-    data_seed: int | None
-    data: list[_Source]
-    categories: list[Category]
-    phases: list[_Phase]
-
-
 def manifest_content(scenario: Scenario) -> dict[str, Any]:
     """The manifest of a scenario as plain values, without its hash."""
-    manifest = _Manifest(
-        format=FORMAT,
-        name=scenario.name,
-        protocol=scenario.protocol,
-        order=scenario.order,
-        class_seed=scenario.class_seed,
-        data_seed=scenario.data_seed,
-        data=[_Source(*pair) for pair in scenario.fingerprints],
-        categories=list(scenario.categories),
-        phases=[
-            _Phase(
-                phase.index,
-                phase.source,
-                [scenario.categories[label].name for label in phase.classes],
-                [scenario.categories[label].id for label in phase.classes],
-                list(phase.image_ids),
-            )
-            for phase in scenario.phases
-        ],
-    )
-    return dict(msgspec.to_builtins(manifest))
+    content = {"format": FORMAT, **msgspec.to_builtins(scenario)}
+    for phase in content["phases"]:  # for the reader: it follows from the labels
+        phase["class_names"] = _names(scenario, phase["classes"])
+    return content
 
 
 def scenario_hash(scenario: Scenario) -> str:
@@ -83,31 +42,17 @@ def save_manifest(scenario: Scenario, path: str | os.PathLike[str]) -> str:
 
 def load_manifest(path: str | os.PathLike[str]) -> Scenario:
     """Reads a manifest; one that was changed, cut off or contradicts itself is refused."""
+    content = read_sealed(path, "manifest", FORMAT, _FIX)
     try:
-        manifest = msgspec.convert(read_sealed(path, "manifest", FORMAT, _FIX), _Manifest)
+        scenario = msgspec.convert(content, Scenario)
     except msgspec.ValidationError as error:
         raise InputError(f"{path} is not a valid manifest ({error}): {_FIX}") from None
-    if problems := _contradictions(manifest):
+    problems = _contradictions(scenario)
+    if not problems and scenario_hash(scenario) != sha256_json(content):
+        problems = ["it has unknown keys, or class_names do not fit the classes"]
+    if problems:
         raise InputError.listing(f"the manifest {path} contradicts itself:", problems)
-    labels = {category.name: label for label, category in enumerate(manifest.categories)}
-    return Scenario(
-        name=manifest.name,
-        protocol=manifest.protocol,
-        categories=tuple(manifest.categories),
-        phases=tuple(
-            Phase(
-                phase.index,
-                tuple(labels[name] for name in phase.classes),
-                tuple(phase.image_ids),
-                phase.source,
-            )
-            for phase in manifest.phases
-        ),
-        order=manifest.order,
-        class_seed=manifest.class_seed,
-        data_seed=manifest.data_seed,
-        fingerprints=tuple((source.source, source.fingerprint) for source in manifest.data),
-    )
+    return scenario
 
 
 def differences(expected: Scenario, found: Scenario) -> list[str]:
@@ -142,45 +87,45 @@ def check_same(expected: Scenario, found: Scenario, what: str) -> None:
         raise InputError.listing(f"{what} differ:", lines, limit=_MAX_LISTED)
 
 
-def _contradictions(manifest: _Manifest) -> list[str]:
-    ids = {category.name: category.id for category in manifest.categories}
-    sources = [source.source for source in manifest.data]
+def _contradictions(scenario: Scenario) -> list[str]:
+    sources = [source for source, _ in scenario.fingerprints]
     problems = []
-    if len(ids) < len(manifest.categories) or _repeats(list(ids.values())):
-        problems.append("category names or ids are used twice")
+    for key in ("name", "id"):
+        if _repeats([getattr(category, key) for category in scenario.categories]):
+            problems.append(f"category {key}s are used twice")
     if _repeats(sources):
         problems.append("a data set is listed twice")
-    if not manifest.phases:
+    if not scenario.phases:
         problems.append("there is no phase")
-    first_class: dict[str, int] = {}
+    first_class: dict[int, int] = {}
     first_image: dict[tuple[str, int], int] = {}
-    for index, phase in enumerate(manifest.phases, start=1):
+    for index, phase in enumerate(scenario.phases, start=1):
         if phase.index != index:
             problems.append(f"phase {phase.index} is where phase {index} should be")
         if phase.source not in sources:
             problems.append(f"phase {index} is of the data set {phase.source!r}, not listed")
-        if [ids.get(name) for name in phase.classes] != phase.class_ids or not phase.classes:
-            problems.append(f"phase {index}: classes and class_ids do not fit the categories")
+        if not phase.classes or not set(phase.classes) <= set(range(len(scenario.categories))):
+            problems.append(f"phase {index}: classes are not indices of the categories")
         if not phase.image_ids:
             problems.append(f"phase {index} has no image")
         if _repeats(phase.image_ids):
             problems.append(f"phase {index} has an image twice")
         if _repeats(phase.classes):
             problems.append(f"phase {index} has a class twice")
-        for name in phase.classes:
-            if (first := first_class.setdefault(name, index)) != index:
-                problems.append(f"class {name!r} is in phases {first} and {index}")
-        for image in phase.image_ids if manifest.protocol == "strict" else ():
+        for label in phase.classes:
+            if (first := first_class.setdefault(label, index)) != index:
+                problems.append(f"class {label} is in phases {first} and {index}")
+        for image in phase.image_ids if scenario.protocol == "strict" else ():
             if (first := first_image.setdefault((phase.source, image), index)) != index:
                 problems.append(f"image {image} is in phases {first} and {index}")
     return problems
 
 
-def _repeats(values: list[Any]) -> bool:
+def _repeats(values: Sequence[Any]) -> bool:
     return len(set(values)) < len(values)
 
 
-def _set_difference(before: tuple[Any, ...], now: tuple[Any, ...], what: str) -> str:
+def _set_difference(before: Sequence[Any], now: Sequence[Any], what: str) -> str:
     gone, new = sorted(set(before) - set(now)), sorted(set(now) - set(before))
     if not gone and not new:
         return f"the same {what} in another order"
@@ -189,8 +134,8 @@ def _set_difference(before: tuple[Any, ...], now: tuple[Any, ...], what: str) ->
     return f"{len(gone)} {what} gone, {len(new)} new ({', '.join(few)}{rest})"
 
 
-def _names(scenario: Scenario, labels: tuple[int, ...]) -> tuple[str, ...]:
-    return tuple(scenario.categories[label].name for label in labels)
+def _names(scenario: Scenario, labels: Sequence[int]) -> list[str]:
+    return [scenario.categories[label].name for label in labels]
 
 
 def _named(category: Category | None) -> str:
