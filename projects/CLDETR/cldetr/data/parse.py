@@ -7,10 +7,10 @@ generic JSON and collects *all* problems, so that a user can fix them in one go.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -21,7 +21,6 @@ import numpy as np
 from cldetr.data.problems import Problems
 from cldetr.errors import InputError
 
-SECTIONS = ("images", "annotations", "categories")
 _INT64 = range(-(2**63), 2**63)
 
 logger = logging.getLogger(__name__)
@@ -80,6 +79,9 @@ class _File(msgspec.Struct, gc=False):
     images: list[_Image]
     annotations: list[_Annotation]
     categories: list[_Category]
+
+
+SECTIONS = {"images": _Image, "annotations": _Annotation, "categories": _Category}
 
 
 def read_columns(content: Any, name: str, problems: Problems) -> Columns:
@@ -175,107 +177,60 @@ def _read_json(content: bytes, name: str) -> dict[str, list[Any]]:
 def _slow_columns(sections: dict[str, list[Any]], problems: Problems) -> Columns:
     # An entry with a valid id is kept, with placeholders for its bad values: the load stops anyway,
     # and what refers to the entry should not be reported as well.
-    file = _File([], [], [])
-    for entry in _entries(sections, "categories", problems):
-        category = _Category(entry.integer("id"), entry.text("name"))
-        if category.id is not None:
-            file.categories.append(category)
-    for entry in _entries(sections, "images", problems):
-        image = _Image(
-            entry.integer("id"),
-            entry.text("file_name"),
-            entry.integer("width", placeholder=1),
-            entry.integer("height", placeholder=1),
-        )
-        if image.id is not None:
-            file.images.append(image)
-    unreadable: dict[int, str] = {}
-    for entry in _entries(sections, "annotations", problems):
-        box, shown = entry.box()
-        values = {key: entry.integer(key) for key in ("id", "image_id", "category_id")}
-        values |= {key: entry.flag(key) for key in ("iscrowd", "ignore")}
-        values["area"] = entry.area()
-        if None not in values.values():
-            if shown:
-                unreadable[len(file.annotations)] = shown
-            file.annotations.append(_Annotation(bbox=box, **values))
+    file, unreadable = _File([], [], []), {}
+    for section, kind in SECTIONS.items():
+        entries = getattr(file, section)
+        for index, entry in enumerate(sections[section]):
+            if not isinstance(entry, dict):
+                problems.add("not an object", f"{section}[{index}] is {_kind(entry)}")
+                continue
+            label = f"{section}[{index}]"
+            if isinstance(entry.get("id"), int) and not isinstance(entry["id"], bool):
+                label = f"{kind.__name__[1:].lower()} {_shown(entry['id'])}"
+            values = {
+                field.name: _read_value(entry, field, label, problems)
+                for field in msgspec.structs.fields(kind)
+            }
+            if isinstance(values.get("bbox"), str):
+                unreadable[len(entries)] = values["bbox"]
+                values["bbox"] = _Box(*[math.nan] * 4)
+            if all(value is not None for key, value in values.items() if key != "area"):
+                entries.append(kind(**values))
     columns = _columns(file)
     columns.unreadable = unreadable
     return columns
 
 
-@dataclass
-class _Entry:
-    """An entry of a section; reading a value adds what is wrong with it to the problems."""
-
-    values: dict[str, Any]
-    label: str  # what messages call it
-    problems: Problems
-
-    def integer(self, key: str, placeholder: Any = None) -> Any:
-        value = self.values.get(key)
-        if isinstance(value, float) and value.is_integer():
-            value = int(value)  # 640.0 is 640: some exporters write every number as a float
-        if isinstance(value, int) and not isinstance(value, bool) and value in _INT64:
+def _read_value(
+    entry: dict[str, Any], field: msgspec.structs.FieldInfo, label: str, problems: Problems
+) -> Any:
+    """A value of an entry; a placeholder, or the text of a box, where it cannot be used."""
+    key, given = field.name, entry.get(field.name, field.default)
+    # 640.0 is 640: some exporters write every number as a float.
+    plain = int(given) if isinstance(given, float) and given.is_integer() else given
+    with contextlib.suppress(msgspec.ValidationError):
+        value = msgspec.convert(plain, field.type)
+        if _is_valid(value):
             return value
-        self._report("not an integer", key)
-        return placeholder
-
-    def flag(self, key: str) -> Any:
-        value = self.values.get(key, 0)
-        return int(value) if isinstance(value, bool) or value == 0 else self.integer(key)
-
-    def text(self, key: str) -> str:
-        value = self.values.get(key)
-        if isinstance(value, str) and value.encode("utf-8", "replace").decode() == value:
-            return value  # without half a surrogate pair, which UTF-8 cannot hold
-        self._report("not a string", key)
-        return self.label
-
-    def area(self) -> float | None:
-        value = self.values.get("area")
-        number = _number(value)
-        if value is None or math.isfinite(number):
-            return number
-        self.problems.add("bad area", f"{self.label}: {_shown(value)}")
-        return None
-
-    def box(self) -> tuple[_Box, str]:
-        """The box and, if it is not four numbers, its text."""
-        value = self.values.get("bbox", "missing")
-        numbers = [_number(item) for item in value] if isinstance(value, list) else []
-        if len(numbers) != 4:
-            numbers = [math.nan] * 4
-        return _Box(*numbers), _shown(value) if any(map(math.isnan, numbers)) else ""
-
-    def _report(self, kind: str, key: str) -> None:
-        if key in self.values:
-            self.problems.add(kind, f"{self.label}: {key} is {_shown(self.values[key])}")
-        else:
-            self.problems.add("missing key", f"{self.label}: {key}")
+    if key == "bbox":
+        return _shown(entry.get(key, "missing"))
+    if key == "area":
+        problems.add("bad area", f"{label}: {_shown(given)}")
+    elif key not in entry:
+        problems.add("missing key", f"{label}: {key}")
+    else:
+        kind = "not a string" if field.type is str else "not an integer"
+        problems.add(kind, f"{label}: {key} is {_shown(given)}")
+    return {"name": label, "file_name": label, "width": 1, "height": 1}.get(key)
 
 
-def _entries(sections: dict[str, list[Any]], section: str, problems: Problems) -> Iterator[_Entry]:
-    """The entries of a section that are objects."""
-    singular = "category" if section == "categories" else section[:-1]
-    for index, values in enumerate(sections[section]):
-        if isinstance(values, dict):
-            key = values.get("id")
-            known = isinstance(key, int) and not isinstance(key, bool)
-            label = f"{singular} {_shown(key)}" if known else f"{section}[{index}]"
-            yield _Entry(values, label, problems)
-        else:
-            problems.add("not an object", f"{section}[{index}] is {_kind(values)}")
-
-
-def _number(value: Any) -> float:
-    """A number as a float, NaN for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+def _is_valid(value: Any) -> bool:
+    if isinstance(value, int):
+        return value in _INT64
+    if isinstance(value, float):
+        return math.isfinite(value)
+    # UTF-8 cannot hold half a surrogate pair.
+    return not isinstance(value, str) or value.encode("utf-8", "replace").decode() == value
 
 
 def _shown(value: Any) -> str:
