@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Sequence
+from operator import itemgetter
 
 from matplotlib.axes import Axes
 
 from cldetr.report import plotting
-from cldetr.report.plotting import INK, LINE, Key, Panel, Plot, beside, signed, style_of
+from cldetr.report.plotting import INK, LINE, Key, Panel, Plot, signed, style_of
 from cldetr.report.rundir import Run
-from cldetr.report.tables import SETS, Group, category_changes, mean_of
+from cldetr.report.tables import SETS, Group, category_changes, mean_of, mean_text
 
 
-def ap_over_phases(groups: Sequence[Group]) -> Plot | None:
-    """AP of all, old and new categories after each phase; None where nothing is evaluated."""
+def ap_over_phases(groups: Sequence[Group]) -> Plot:
+    """AP of all, old and new categories after each phase."""
     last = max((phase for group in groups for phase, _ in group.curve("all")), default=0)
-    if last == 0:
-        return None
     panels = [
         Panel(f"AP on {name} categories", functools.partial(_draw_phases, groups, name, last))
         for name in (SETS if last > 1 else SETS[:1])  # in phase 1 nothing is old and all is new
@@ -32,7 +32,7 @@ def ap_over_phases(groups: Sequence[Group]) -> Plot | None:
     return Plot("ap_over_phases", "AP over phases", text, panels, _legend(groups))
 
 
-def final_ap(groups: Sequence[Group]) -> Plot | None:
+def final_ap(groups: Sequence[Group]) -> Plot:
     """Bars of the AP that runs end with, and of what they forgot."""
     measures = {f"Final AP, {name} categories": [x.finals(name) for x in groups] for name in SETS}
     measures["Forgetting (FPP, less is better)"] = [group.numbers("fpp") for group in groups]
@@ -41,8 +41,6 @@ def final_ap(groups: Sequence[Group]) -> Plot | None:
         for title, values in measures.items()
         if any(values)
     ]
-    if not panels:
-        return None
     text = (
         "AP in percent after the last phase; FPP: points that the categories of the first phase "
         "lost since."
@@ -52,51 +50,32 @@ def final_ap(groups: Sequence[Group]) -> Plot | None:
     return Plot("final_ap", "Where the runs end", text, panels)
 
 
-def category_change_plot(run: Run) -> Plot | None:
+def category_change_plot(run: Run) -> Plot:
     """Per category: what later phases did to its AP, and the AP of those learnt last."""
-    if run.results is None:
-        return None
-    changes, last = category_changes(run.results), run.results["phases"][-1]["phase"]
-    old = [(x.difference, x.name) for x in changes if x.phase < last and x.difference is not None]
-    new = [(-x.last, x.name) for x in changes if x.phase == last and x.last is not None]
-    panels = plotting.bar_panels(
-        "Change of AP since learnt",
-        [(name, value) for value, name in sorted(old)],
-        functools.partial(signed, plus=True),
-        "points of AP",
-    )
-    panels += plotting.bar_panels(
-        f"AP of categories of phase {last}",
-        [(name, -value) for value, name in sorted(new)],
-        signed,
-        "AP (%)",
-    )
+    changes = sorted(category_changes(run.results), key=lambda x: x.name)
+    last = max((x.phase for x in changes), default=0)
+    old = [(x.name, x.difference) for x in changes if x.phase < last and x.difference is not None]
+    new = [(x.name, x.last) for x in changes if x.phase == last and x.last is not None]
+    old.sort(key=itemgetter(1))
+    new.sort(key=itemgetter(1), reverse=True)
+    plus = functools.partial(signed, plus=True)
+    panels = plotting.bar_panels("Change of AP since learnt", old, plus, "points of AP")
+    panels += plotting.bar_panels(f"AP of categories of phase {last}", new, signed, "AP (%)")
     text = (
         "Forgotten and learnt: AP after the last phase less the AP after the phase that taught the "
         "category, in points; those of the last phase with their AP."
         if old
         else "AP after the first phase, in percent."
     )
-    title = "What was forgotten, what was learnt"
-    return Plot("category_change", title, text, panels) if panels else None
+    return Plot("category_change", "What was forgotten, what was learnt", text, panels)
 
 
-def comparison_by_category(groups: Sequence[Group]) -> Plot | None:
-    """The AP that each run ends with, category by category."""
-    finals: list[dict[str, float]] = []
-    for group in groups:
-        values: dict[str, list[float]] = {}
-        for run in group.runs:
-            if run.results and run.finished:
-                for name, scores in run.results["phases"][-1]["per_category"].items():
-                    if scores["AP"] is not None:
-                        values.setdefault(name, []).append(scores["AP"])
-        finals.append({name: sum(found) / len(found) for name, found in values.items()})
-    known: dict[str, list[float]] = {}
+def comparison_by_category(groups: Sequence[Group]) -> Plot:
+    """The AP that each of several runs ends with, category by category."""
+    finals = [group.final_by_category() for group in groups] if len(groups) > 1 else []
+    known: defaultdict[str, list[float]] = defaultdict(list)
     for name, value in (item for final in finals for item in final.items()):
-        known.setdefault(name, []).append(value)
-    if not known or len(groups) < 2:
-        return None
+        known[name].append(value)
     names = sorted(known, key=lambda name: (min(known[name]) - max(known[name]), name))
     draw = functools.partial(_draw_category_dots, finals)
     panels = plotting.row_panels("Final AP by category", names, draw)
@@ -119,7 +98,8 @@ def _draw_phases(groups: Sequence[Group], name: str, last: int, ax: Axes) -> Non
         if len(groups) == 1:
             for phase, mean, above in zip(phases, means, _label_above(means), strict=True):
                 shift, side = (7, "bottom") if above else (-7, "top")
-                beside(ax, (phase, mean), f"{mean:.1f}", (0, shift), ha="center", va=side)
+                style = {"textcoords": "offset points", "ha": "center", "va": side}
+                ax.annotate(f"{mean:.1f}", (phase, mean), xytext=(0, shift), **style)
     ax.set_xlim(0.6, last + 0.4)
     ax.set_ylim(0, min(max(highest * 1.22, 1.0), 105))
     ax.set_xticks(range(1, last + 1))
@@ -129,21 +109,15 @@ def _draw_phases(groups: Sequence[Group], name: str, last: int, ax: Axes) -> Non
 
 def _draw_means(groups: Sequence[Group], values: Sequence[Sequence[float]], ax: Axes) -> None:
     """Bars of means with each run as a dot, the interval where there is one, and both as text."""
-    every = [0.0, *(value for found in values for value in found)]
-    low, high = min(every) * 1.1, max(max(every) * 1.1, 1.0)
     for index, found in enumerate(values):
+        ax.text(1.02, index, mean_text(found), transform=ax.get_yaxis_transform(), va="center")
         mean, half = mean_of(found) or (None, None)
-        text = signed(mean) if half is None else f"{signed(mean)} ± {half:.1f}"
-        ax.text(1.02, index, text, transform=ax.get_yaxis_transform(), va="center")
-        if mean is None:
-            continue
-        ax.barh(index, mean, height=0.66, color=style_of(index)[0])
+        if mean is not None:
+            ax.barh(index, mean, height=0.66, color=style_of(index)[0], xerr=half, ecolor=INK)
         if len(found) > 1:
             ax.scatter(found, [index] * len(found), s=9, color=INK, zorder=3)
-        if half is not None:
-            ends = max(mean - half, low), min(mean + half, high)
-            ax.plot(ends, [index, index], color=INK, linewidth=1, zorder=3)
-    ax.set_xlim(low, high)
+    every = [0.0, *(value for found in values for value in found)]
+    ax.set_xlim(min(every) * 1.1, max(max(every) * 1.1, 1.0))
     plotting.name_rows(ax, [group.label for group in groups])
 
 

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import matplotlib as mpl
+import matplotlib.style
 from markupsafe import Markup, escape
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -24,13 +24,13 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
 
 from cldetr.files import atomic_path
 
 T = TypeVar("T")
 
-INK, LINE, MUTED = "#24292f", "#d8dee4", "#8c959f"  # pages replace them to follow their theme
+# As in plots.mplstyle; pages replace them to follow their theme.
+INK, LINE, MUTED = "#24292f", "#d8dee4", "#8c959f"
 # Apart for colour-blind readers too (after Okabe and Ito).
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8f7700", "#808080")
 MARKERS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "*": "★"}
@@ -40,21 +40,7 @@ MAX_ROWS = 42  # in one panel
 WIDTH, HEIGHT = 360, 250
 
 _UNIT = 72  # pixels to an inch: a point of text is then a pixel of the page
-_STYLE: dict[Any, Any] = {
-    **{"font.family": "sans-serif", "font.size": 11, "text.color": INK},
-    "text.parse_math": False,  # a category may be called "$5 bill"
-    **{"axes.titlesize": 12, "axes.titleweight": "bold", "axes.titlelocation": "left"},
-    **{"axes.titlepad": 10, "axes.titlecolor": INK, "axes.labelsize": 11, "axes.labelcolor": INK},
-    **{"axes.facecolor": "none", "axes.edgecolor": MUTED, "axes.axisbelow": True},
-    **{"axes.spines.top": False, "axes.spines.right": False},
-    **{"axes.grid": True, "grid.color": LINE, "grid.linewidth": 0.8},
-    **{f"{axis}tick.color": MUTED for axis in "xy"},
-    **{f"{axis}tick.labelcolor": INK for axis in "xy"},
-    **{f"{axis}tick.labelsize": 10.5 for axis in "xy"},
-    **{"legend.frameon": False, "legend.fontsize": 10, "legend.loc": "upper right"},
-    **{"legend.borderaxespad": 0.1, "legend.columnspacing": 1.0, "legend.handlelength": 1.2},
-    "svg.fonttype": "none",  # text stays text: small, searchable, in the reader's font
-}
+_STYLE = Path(__file__).parent / "templates/plots.mplstyle"
 
 
 @dataclass(frozen=True)
@@ -99,12 +85,11 @@ def panel_svg(panel: Panel, salt: str) -> Markup:
         figure = Figure(size, layout="constrained", facecolor="none")
         _draw(figure.add_subplot(), panel)
         text = _render_svg(figure)
-    text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
     text = re.sub(r'<g id="[^"]*">', "<g>", text)
     view = f"0 0 {panel.width} {panel.height}"
     head = f'<svg viewBox="{view}" role="img" aria-label="{escape(panel.title)}">'
-    text = re.sub(r"\A<svg[^>]*>", lambda _: head, text)
+    text = head + re.split(r"<svg[^>]*>", text, maxsplit=1)[1]
     for colour, name in ((INK, "currentColor"), (LINE, "var(--line)"), (MUTED, "var(--muted)")):
         text = text.replace(colour, name)
     return Markup(text)
@@ -160,34 +145,22 @@ def bar_panels(
     """Panels with a bar and its value, as `text` writes it, for each row; all of one scale."""
     least = 1.0 if "AP" in unit else 1e-9  # a thousandth of a point is not to look like much
     limit = max([least, *(abs(value) for _, value in rows)])
-    return row_panels(title, rows, lambda part, ax: _draw_bars(part, limit, text, unit, ax))
 
+    def draw(part: Sequence[tuple[str, float]], ax: Axes) -> None:
+        names, values = zip(*part, strict=True)
+        colours = [LOST if value < 0 else COLOURS[0] for value in values]
+        bars = ax.barh(range(len(part)), values, height=0.7, color=colours)
+        ax.bar_label(bars, [text(value) for value in values], padding=4, fontsize=10)
+        losses, gains = min(values) < 0, max(values) > 0
+        right = 1.3 if gains or not losses else 0.1
+        ax.set_xlim(-1.35 * limit if losses else 0, right * limit)
+        ax.xaxis.set_major_formatter(short_count)
+        if losses:
+            ax.axvline(0, color=MUTED, linewidth=0.8)
+        name_rows(ax, names)
+        ax.set_xlabel(unit)
 
-def _draw_bars(
-    rows: Sequence[tuple[str, float]],
-    limit: float,
-    text: Callable[[float], str],
-    unit: str,
-    ax: Axes,
-) -> None:
-    for row, (_, value) in enumerate(rows):
-        ax.barh(row, value, height=0.7, color=LOST if value < 0 else COLOURS[0])
-        shift, side = (-4, "right") if value < 0 else (4, "left")
-        beside(ax, (value, row), text(value), (shift, 0), ha=side, va="center", fontsize=10)
-    losses, gains = (any(sign * value > 0 for _, value in rows) for sign in (-1, 1))
-    ax.set_xlim(-1.35 * limit if losses else 0, 1.3 * limit if gains or not losses else 0.1 * limit)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
-    if losses:
-        ax.axvline(0, color=MUTED, linewidth=0.8)
-    name_rows(ax, [name for name, _ in rows])
-    ax.set_xlabel(unit)
-
-
-def beside(
-    ax: Axes, point: tuple[float, float], text: str, shift: tuple[float, float], **style: Any
-) -> None:
-    """Writes a text at a distance in pixels from a point."""
-    ax.annotate(text, point, xytext=shift, textcoords="offset points", **style)
+    return row_panels(title, rows, draw)
 
 
 def tidy(name: str, limit: int = 24) -> str:
@@ -227,7 +200,7 @@ def signed(value: float | None, plus: bool = False) -> str:
     return (f"{value:+.1f}" if plus else f"{value:.1f}").replace("-", "−")
 
 
-def short_count(value: float) -> str:
+def short_count(value: float, _: int | None = None) -> str:
     """A number for an axis: 0.5, 100, 5k, 1.5M."""
     for size, unit in ((1_000_000, "M"), (1_000, "k")):
         if abs(value) >= size:
@@ -256,7 +229,7 @@ def _render_svg(figure: Figure) -> str:
 
 @contextmanager
 def _style(salt: str) -> Iterator[None]:
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": salt}), warnings.catch_warnings():
+    with matplotlib.style.context([_STYLE, {"svg.hashsalt": salt}]), warnings.catch_warnings():
         # Names in scripts that the drawing font lacks: the SVG shows them, the PNG cannot.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
+import numpy as np
+
 from cldetr.config import default_config, identity
+from cldetr.report.plotting import signed
 from cldetr.report.rundir import Run, Stage
 from cldetr.report.sweep_table import mean_interval
 
@@ -33,13 +38,13 @@ class Change:
         return None if self.first is None or self.last is None else self.last - self.first
 
 
-def category_changes(results: Mapping[str, Any]) -> list[Change]:
+def category_changes(results: Mapping[str, Any] | None) -> list[Change]:
     """What became of each category from its first appearance to the end, in order of learning."""
-    last = results["phases"][-1]["per_category"]
+    phases = results["phases"] if results else []
     found: dict[str, Change] = {}
-    for entry in results["phases"]:
+    for entry in phases:
         for name, scores in entry["per_category"].items():
-            end = last.get(name, {}).get("AP")
+            end = phases[-1]["per_category"].get(name, {}).get("AP")
             found.setdefault(name, Change(name, entry["phase"], scores["AP"], end))
     return list(found.values())
 
@@ -65,14 +70,12 @@ def category_counts(run: Run) -> list[CategoryCounts]:
         for name, count in entry["instances_per_class"].items():
             found.setdefault(name, (entry["index"], count, None))
     pseudo = pseudo_per_pass(run.stages)
-    last = max((phase for phase, _, _ in found.values()), default=0)  # its classes were never old
+    last = max((phase for phase, *_ in found.values()), default=0)  # its classes were never old
     return [
         CategoryCounts(
-            name,
-            *counts,
-            pseudo.get(name, 0.0) if pseudo is not None and counts[0] < last else None,
+            name, phase, *counts, None if pseudo is None or phase == last else pseudo[name]
         )
-        for name, counts in sorted(found.items(), key=lambda item: item[1][0])
+        for name, (phase, *counts) in sorted(found.items(), key=lambda item: item[1][0])
     ]
 
 
@@ -81,13 +84,13 @@ def pseudo_per_pass(stages: Sequence[Stage]) -> dict[str, float] | None:
 
     A stage counts them on the images it saw since its start, each as often as it saw it.
     """
-    total: dict[str, float] | None = None
+    total: defaultdict[str, float] | None = None
     for stage in stages:
         pseudo, images = stage.facts.get("pseudo"), stage.number("images")
         if stage.name == "train" and images and isinstance(pseudo, dict) and pseudo.get("images"):
-            total = total or {}
+            total = total or defaultdict(float)
             for name, count in pseudo.get("per_category", {}).items():
-                total[name] = total.get(name, 0.0) + count / pseudo["images"] * images
+                total[name] += count / pseudo["images"] * images
     return total
 
 
@@ -114,10 +117,12 @@ def training_spans(run: Run) -> list[Span]:
     return spans
 
 
-def curve_of(run: Run, key: str) -> tuple[list[int], list[float]]:
+def curve_of(run: Run, key: str) -> tuple[np.ndarray, np.ndarray]:
     """A logged quantity: the steps at which it is known and finite, and its values."""
-    points = [point for point in run.curve if math.isfinite(point.get(key, math.nan))]
-    return [int(point["iteration"]) + 1 for point in points], [point[key] for point in points]
+    steps = np.array([int(point["iteration"]) + 1 for point in run.curve])
+    values = np.array([point.get(key, math.nan) for point in run.curve])
+    known = np.isfinite(values)
+    return steps[known], values[known]
 
 
 def settings_in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,21 +199,32 @@ class Group:
                 scores = entry["all"] if name == "old" and entry["phase"] == 1 else entry[name]
                 if scores is not None and scores["AP"] is not None:
                     values.setdefault(entry["phase"], []).append(scores["AP"])
-        return [(phase, sum(found) / len(found)) for phase, found in sorted(values.items())]
+        return [(phase, fmean(found)) for phase, found in sorted(values.items())]
+
+    @property
+    def finished(self) -> list[Run]:
+        """Those of its runs that have come to their end."""
+        return [run for run in self.runs if run.finished]
 
     def finals(self, name: str, metric: str = "AP") -> list[float]:
         """A set's metric after the last phase, of each finished run."""
-        sets = [results["phases"][-1][name] for results in self._finished()]
+        sets = [run.results["phases"][-1][name] for run in self.finished if run.results]
         return [value for x in sets if x and (value := x.get(metric)) is not None]
 
     def numbers(self, key: str) -> list[float]:
         """The same of a number of the whole run: "fpp" (its AP), "average_AP", "forgetting"."""
-        found = [results[key] for results in self._finished()]
+        found = [run.results[key] for run in self.finished if run.results]
         values = [value["AP"] if isinstance(value, dict) else value for value in found]
         return [value for value in values if value is not None]
 
-    def _finished(self) -> list[dict[str, Any]]:
-        return [run.results for run in self.runs if run.results and run.finished]
+    def final_by_category(self) -> dict[str, float]:
+        """The mean AP of each category after the last phase, over the finished runs."""
+        values: dict[str, list[float]] = {}
+        for run in self.finished:
+            for name, scores in run.results["phases"][-1]["per_category"].items():
+                if scores["AP"] is not None:
+                    values.setdefault(name, []).append(scores["AP"])
+        return {name: fmean(found) for name, found in values.items()}
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float | None] | None:
@@ -220,6 +236,12 @@ def mean_of(values: Sequence[float]) -> tuple[float, float | None] | None:
         return None
     mean, half = mean_interval(values)
     return mean, half if len(values) > 2 else None
+
+
+def mean_text(values: Sequence[float]) -> str:
+    """The mean and its interval as people write them."""
+    mean, half = mean_of(values) or (None, None)
+    return signed(mean) if half is None else f"{signed(mean)} ± {signed(half)}"
 
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator, NullLocator
 
 from cldetr.report import plotting
 from cldetr.report.plotting import COLOURS, LINE, MUTED, Key, Panel, Plot, short_count
@@ -32,17 +33,15 @@ _CURVES = {  # logged quantities by panel, with their names in its legend
         "pseudo/per_image": "pseudo-labels",
     },
 }
-_Curve = tuple[list[int], list[float]]  # steps and values
+_Curve = tuple[str, np.ndarray, np.ndarray]  # name, steps and values
 
 
-def distribution_plot(run: Run) -> Plot | None:
+def distribution_plot(run: Run) -> Plot:
     """How often each category occurs in data, exemplars and pseudo-labels."""
     counts = category_counts(run)
     counts.sort(key=lambda count: (count.phase, -(count.data or 0), count.name))
     shown = [name for name in _SOURCES if any(getattr(x, name) is not None for x in counts)]
-    if not shown:
-        return None
-    top = max(getattr(count, name) or 0 for count in counts for name in shown)
+    top = max((getattr(count, name) or 0 for count in counts for name in shown), default=0)
     draw = functools.partial(_draw_counts, shown, top)
     panels = plotting.row_panels("Objects of each category", counts, draw)
     text = "On a logarithmic scale, ordered by phase, the most frequent first."
@@ -55,37 +54,36 @@ def distribution_plot(run: Run) -> Plot | None:
     return Plot("category_distribution", title, text, panels, legend)
 
 
-def training_plot(run: Run) -> Plot | None:
+def training_plot(run: Run) -> Plot:
     """Losses, learning rate and pseudo-labels over the steps of all stages."""
     spans = training_spans(run)
     panels = []
     for title, keys in _CURVES.items():
-        known = [(name, curve_of(run, key)) for key, name in keys.items()]
-        curves = [(name, curve) for name, curve in known if curve[0]]
+        curves = [(name, *curve_of(run, key)) for key, name in keys.items()]
+        curves = [curve for curve in curves if len(curve[1])]
         if curves:
             panels.append(Panel(title, functools.partial(_draw_curves, curves, spans)))
     text = "Over the training steps of all phases, whose numbers stand above. Shaded: calibration."
-    return Plot("training", "Training", text, panels) if panels else None
+    return Plot("training", "Training", text, panels)
 
 
-def stages_plot(run: Run) -> Plot | None:
+def stages_plot(run: Run) -> Plot:
     """Time and memory of each stage."""
     seconds, memory = (
         [(f"phase {x.phase}, {x.name}", v) for x in run.stages if (v := x.number(key)) is not None]
         for key in ("seconds", "memory_mb")
     )
     unit, size = "minutes", 60.0
-    if seconds and max(value for _, value in seconds) < 90:
+    if max((value for _, value in seconds), default=0) < 90:
         unit, size = "seconds", 1.0
-    panels: list[Panel] = []
-    for title, rows, scale in (
-        (f"Time ({unit})", seconds, size),
-        ("Peak memory (GB)", memory, 1024.0),
-    ):
-        scaled = [(name, value / scale) for name, value in rows]
-        panels += plotting.bar_panels(title, scaled, plotting.amount)
+    times, sizes = (
+        [(name, value / scale) for name, value in rows]
+        for rows, scale in ((seconds, size), (memory, 1024))
+    )
+    panels = plotting.bar_panels(f"Time ({unit})", times, plotting.amount)
+    panels += plotting.bar_panels("Peak memory (GB)", sizes, plotting.amount)
     text = "Memory is the highest of the process, or of the GPU where there is one, up to then."
-    return Plot("time_and_memory", "Time and memory", text, panels) if panels else None
+    return Plot("time_and_memory", "Time and memory", text, panels)
 
 
 def _draw_counts(
@@ -96,7 +94,7 @@ def _draw_counts(
         plotting.mark_rows(ax, [getattr(count, name) for count in rows], key.colour, key.marker)
     ax.set_xscale("symlog", linthresh=1, linscale=0.4)
     ax.set_xlim(-0.3, max(top, 1) * 1.8)
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+    ax.xaxis.set_major_formatter(short_count)
     ax.xaxis.set_minor_locator(NullLocator())
     for row in range(1, len(rows)):
         if rows[row].phase != rows[row - 1].phase:
@@ -105,30 +103,32 @@ def _draw_counts(
     ax.set_xlabel("objects")
 
 
-def _draw_curves(curves: Sequence[tuple[str, _Curve]], spans: Sequence[Span], ax: Axes) -> None:
+def _draw_curves(curves: Sequence[_Curve], spans: Sequence[Span], ax: Axes) -> None:
     log = ax.get_title(loc="left") == "Learning rate"
-    for index, (name, (steps, values)) in enumerate(curves):
+    ends = [span.last for span in spans]
+    for index, (name, steps, values) in enumerate(curves):
         colour, marker = plotting.style_of(index)
         style: dict[str, Any] = {"color": colour, "linewidth": 1.5}
         style |= {"drawstyle": "steps-post"} if log else {}
         style |= {"marker": marker, "markersize": 4} if len(steps) < 12 else {}
-        for part in _by_stage(steps, spans):
-            ax.plot([steps[i] for i in part], [values[i] for i in part], **style)
+        cuts = np.searchsorted(steps, ends, side="right")  # no line crosses to the next stage
+        for part in zip(np.split(steps, cuts), np.split(values, cuts), strict=True):
+            ax.plot(*part, **style)
         if name:
             ax.plot([], [], label=name, **style)
-    ax.set_xlim(0, max([2, *(x[-1] for _, (x, _) in curves), *(span.last for span in spans)]))
-    every = [value for _, (_, values) in curves for value in values]
+    ax.set_xlim(0, max([2, *(steps[-1] for _, steps, _ in curves), *ends]))
+    every = np.concatenate([values for _, _, values in curves])
     if log:
-        known = [value for value in every if value > 0]
+        known = every[every > 0]
         ax.set_yscale("log")
-        ax.set_ylim(min(known) / 3, max(known) * 3)
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        ax.set_ylim(known.min() / 3, known.max() * 3)
+        ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.yaxis.set_minor_locator(NullLocator())
     else:
-        ax.set_ylim(0, (max(every) or 1.0) * 1.2)
+        ax.set_ylim(0, (every.max() or 1.0) * 1.2)
     ax.set_xlabel("training step")
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
+    ax.xaxis.set_major_formatter(short_count)
     _mark_stages(ax, spans)
     if len(curves) > 1:
         ax.legend(ncols=len(curves))
@@ -148,11 +148,3 @@ def _mark_stages(ax: Axes, spans: Sequence[Span]) -> None:
             ax.text(span.first, 1.01, text, transform=above, fontsize=9.5, color=MUTED)
             if index:
                 ax.axvline(span.first, color=MUTED, linewidth=0.9, linestyle=":")
-
-
-def _by_stage(steps: Sequence[int], spans: Sequence[Span]) -> list[list[int]]:
-    """Indices of points, stage by stage: a line must not cross from one stage to the next."""
-    parts: dict[int, list[int]] = {}
-    for index, step in enumerate(steps):
-        parts.setdefault(sum(step > span.last for span in spans), []).append(index)
-    return list(parts.values())
