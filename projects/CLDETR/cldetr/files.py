@@ -29,19 +29,22 @@ DISK_ERRORS = frozenset(
 
 
 @contextmanager
-def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
+def atomic_path(path: str | os.PathLike[str], folder: bool = False) -> Iterator[Path]:
     """Yields a temporary path beside `path` that becomes `path` when the block ends well.
 
     The content is on disk (fsync) before the rename and the rename is on disk before this returns.
     When the block raises, the partial file is removed and an existing `path` stays as it was; a
-    write that fails, on a full disk say, is an `InputError`.
+    write that fails, on a full disk say, is an `InputError`. With `folder` the temporary path is a
+    folder, which becomes `path` with all files in it at once.
     """
     final = Path(path)
     partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
     try:
-        final.parent.mkdir(parents=True, exist_ok=True)
+        (partial if folder else final.parent).mkdir(parents=True, exist_ok=not folder)
         yield partial
         _fsync(partial)
+        if folder:
+            _remove(final)
         os.replace(partial, final)
         _fsync(final.parent)
     except OSError as error:
@@ -49,32 +52,7 @@ def atomic_path(path: str | os.PathLike[str]) -> Iterator[Path]:
             raise
         raise disk_error(error, final) from error
     finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-
-
-@contextmanager
-def atomic_folder(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yields a temporary folder beside `path` that becomes `path`, with all files in it, at once.
-
-    An existing `path` is removed just before. When the block raises, the temporary one goes.
-    """
-    final = Path(path)
-    partial = final.with_name(f".{final.name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir(parents=True)
-        yield partial
-        _fsync(partial)
-        if final.exists():
-            shutil.rmtree(final)
-        os.rename(partial, final)
-        _fsync(final.parent)
-    except OSError as error:
-        if error.errno not in DISK_ERRORS:
-            raise
-        raise disk_error(error, final) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        _remove(partial)
 
 
 def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> InputError:
@@ -88,10 +66,7 @@ def disk_error(error: OSError, path: str | os.PathLike[str] | None = None) -> In
 def remove_partials(root: str | os.PathLike[str]) -> None:
     """Removes partial files of killed processes below a folder that this process owns."""
     for path in Path(root).rglob(".*.partial"):
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
 
 
 def write_json(path: str | os.PathLike[str], content: Any, pretty: bool = True) -> None:
@@ -171,6 +146,14 @@ def _pretty(value: Any, indent: int = 0, key: str = "") -> str:
             lines.append(item)
     pad = "\n" + " " * (indent + 1)
     return flat[: len(key) + 1] + pad + f",{pad}".join(lines) + pad[:-1] + flat[-1]
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink()
 
 
 def _fsync(path: Path) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -38,26 +38,28 @@ class ImagePredictions:
     background: np.ndarray | None = None  # (N,) p(φ) of a softmax head
 
 
+_ARRAYS = tuple(field.name for field in fields(ImagePredictions))
+
+
 class PredictionStore:
     """Stored predictions, by the image's index in its view."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._starts = np.load(folder / "starts.npy", allow_pickle=False)
-        self._scores = _map(folder / "scores.npy")
-        self._boxes = _map(folder / "boxes.npy")
-        background = folder / "background.npy"
-        self._background = _map(background) if background.exists() else None
+        self._arrays = {
+            name: np.load(path, mmap_mode="r", allow_pickle=False)
+            for name in _ARRAYS
+            if (path := folder / f"{name}.npy").exists() or name != "background"
+        }
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def __getitem__(self, index: int) -> ImagePredictions:
-        rows = slice(int(self._starts[index]), int(self._starts[index + 1]))
+        rows = slice(*self._starts[index : index + 2].tolist())
         return ImagePredictions(
-            np.array(self._scores[rows]),
-            np.array(self._boxes[rows]),
-            None if self._background is None else np.array(self._background[rows]),
+            **{name: np.array(array[rows]) for name, array in self._arrays.items()}
         )
 
     def __reduce__(self) -> tuple[type[PredictionStore], tuple[Path]]:
@@ -91,14 +93,10 @@ def write_predictions(
         about: what the predictions are of, as JSON data; `find_predictions` compares it.
     """
     (folder / "manifest.json").unlink(missing_ok=True)  # from here on there are none
-    arrays = {
-        "starts": np.concatenate([[0], np.cumsum([len(part.scores) for part in parts])]),
-        "scores": np.concatenate([part.scores for part in parts]).astype(np.float32),
-        "boxes": np.concatenate([part.boxes for part in parts]).astype(np.float32),
-    }
-    backgrounds = [part.background for part in parts if part.background is not None]
-    if backgrounds:
-        arrays["background"] = np.concatenate(backgrounds).astype(np.float32)
+    arrays = {"starts": np.cumsum([0, *(len(part.scores) for part in parts)])}
+    for name in _ARRAYS:
+        if getattr(parts[0], name) is not None:
+            arrays[name] = np.concatenate([getattr(p, name) for p in parts]).astype(np.float32)
     for name, array in arrays.items():
         with atomic_path(folder / f"{name}.npy") as partial, partial.open("wb") as stream:
             np.save(stream, array, allow_pickle=False)
@@ -134,7 +132,11 @@ def find_predictions(folder: Path, about: Mapping[str, Any]) -> PredictionStore 
             "them again:",
             problems,
         )
-    damaged = [name for name, digest in files.items() if not _is_intact(folder / name, digest)]
+    damaged = [
+        name
+        for name, digest in files.items()
+        if not (folder / name).is_file() or sha256_file(folder / name) != digest
+    ]
     if damaged:
         logger.warning(
             "%s: missing or damaged: %s; computing the predictions again",
@@ -143,11 +145,3 @@ def find_predictions(folder: Path, about: Mapping[str, Any]) -> PredictionStore 
         )
         return None
     return PredictionStore(folder)
-
-
-def _is_intact(path: Path, digest: str) -> bool:
-    return path.is_file() and sha256_file(path) == digest
-
-
-def _map(path: Path) -> np.ndarray:
-    return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import pickle
@@ -11,7 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from detectron2.checkpoint import DetectionCheckpointer
 from torch import Tensor, nn
 
 from cldetr.errors import InputError
-from cldetr.files import atomic_folder, atomic_path, sha256_file
+from cldetr.files import atomic_path, sha256_file
 
 logger = logging.getLogger(__name__)
 
@@ -43,13 +44,11 @@ def save_state(path: Path, state: Mapping[str, Any]) -> str:
     The same state makes the same bytes. Where the disk is full or broken, the partial file is
     removed and older ones stay.
     """
-    with atomic_path(path) as partial, open(partial, "wb") as stream:
-        target = _Digesting(stream)
-        try:
-            torch.save(dict(state), cast(BinaryIO, target))
-        except RuntimeError as error:  # torch's own word for a write that failed
-            raise target.failure or error from None
-    return target.digest.hexdigest()
+    buffer = io.BytesIO()  # torch would turn a write that fails into an error without its reason
+    torch.save(dict(state), buffer)
+    with atomic_path(path) as partial:
+        partial.write_bytes(buffer.getbuffer())
+    return hashlib.sha256(buffer.getbuffer()).hexdigest()
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def save_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
 
     A checkpoint is a folder with the state and its digest, there with both or not at all.
     """
-    with atomic_folder(folder / f"step_{step:08d}") as partial:
+    with atomic_path(folder / f"step_{step:08d}", folder=True) as partial:
         digest = save_state(partial / _STATE, state)
         (partial / _DIGEST).write_bytes(_digest_text(step, digest))
     saved = _saved(folder)
@@ -186,26 +185,6 @@ def _step_of(path: Path) -> int:
 
 def _digest_text(step: int, digest: str) -> bytes:
     return f'{{"step": {step}, "sha256": "{digest}"}}\n'.encode()
-
-
-class _Digesting:
-    """A stream that computes the SHA-256 of what is written to it, and keeps its first error."""
-
-    def __init__(self, stream: BinaryIO) -> None:
-        self.stream = stream
-        self.digest = hashlib.sha256()
-        self.failure: OSError | None = None
-
-    def write(self, content: bytes) -> int:
-        self.digest.update(content)
-        try:
-            return self.stream.write(content)
-        except OSError as error:
-            self.failure = self.failure or error
-            raise
-
-    def flush(self) -> None:
-        self.stream.flush()
 
 
 class _ArrayUnpickler(pickle.Unpickler):
