@@ -66,7 +66,7 @@ def make_batch(images: int, height: int, width: int, classes: int) -> list[dict[
         instances.gt_classes = torch.randint(0, classes, (10,))
         image = torch.randint(0, 255, (3, height, width), dtype=torch.uint8)
         entry = {"image": image, "instances": instances, "height": height, "width": width}
-        batch.append({**entry, "phase": 2, "file_name": "random"})
+        batch.append({**entry, "classes": (), "file_name": "random"})
     return batch
 
 

@@ -7,6 +7,7 @@ from cldetr.data.exemplars import (
     STRATEGIES,
     Context,
     find_strategy,
+    phase_budget,
     resolve_budget,
     select_adaptive,
     select_balanced,
@@ -21,7 +22,7 @@ from cldetr.data.memory import phase_counts
 from cldetr.errors import InputError
 from cldetr.scenario import make_scenario
 
-from ..coco_files import VAL2017_BOXES, class_counts
+from ..coco_files import VAL2017_BOXES, Labels, class_counts
 
 
 @pytest.mark.parametrize(
@@ -36,6 +37,20 @@ def test_budget_is_a_share_up_to_one_and_a_number_above(budget, number):
 def test_other_budgets_are_refused(budget):
     with pytest.raises(InputError, match="exemplar budget"):
         resolve_budget(budget, 100)
+
+
+def test_a_share_is_of_the_whole_data_set_where_phases_share_images():
+    # Of 40 images 20 show both classes: |D| = 40, |D_1| + |D_2| = 30 + 30.
+    rows = [[0]] * 10 + [[1]] * 10 + [[0, 1]] * 20
+    traditional = make_scenario("1+1", Labels(2, rows), protocol="traditional")
+    share = phase_budget(0.2, traditional)
+    assert share == pytest.approx(0.2 * 40 / 60)
+    numbers = [resolve_budget(share, len(phase.image_ids)) for phase in traditional.phases]
+    assert sum(numbers) == 8  # 20% of 40
+    assert phase_budget(1, traditional) == 1
+    assert phase_budget(7, traditional) == 7
+    strict = make_scenario("1+1", Labels(2, rows))
+    assert phase_budget(0.2, strict) == 0.2
 
 
 def test_unknown_strategy_lists_the_choices():

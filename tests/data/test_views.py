@@ -59,7 +59,7 @@ def test_views_show_exactly_the_objects_of_their_classes_under_the_same_labels(t
             for image in subset.image_ids:
                 entry = next(entries)
                 assert entry["image_id"] == image
-                assert entry["phase"] == subset.phase
+                assert (entry["phase"], entry["classes"]) == (subset.phase, subset.classes)
                 assert shown(view, entry) == [
                     row for row in truth(content, image) if row[0] in names
                 ]
@@ -73,11 +73,9 @@ def test_entries_are_detectron2s_own(toy):
     expected = load_coco_json(str(data.json_file), str(data.image_root), "views_own")
     by_id = {entry["image_id"]: entry for entry in expected}
     for index, entry in enumerate(view):
-        assert {**entry, "source": 0, "phase": 0} == {
-            **by_id[entry["image_id"]],
-            "source": 0,
-            "phase": 0,
-        }
+        own = {key: entry.pop(key) for key in ("source", "phase", "classes")}
+        assert entry == by_id[entry["image_id"]]
+        entry |= own
         assert view[index] == entry
     assert view[-1] == entry
     with pytest.raises(IndexError):
@@ -143,3 +141,30 @@ def test_spawned_workers_read_the_same_entries(toy):
         view, collate_fn=_first, num_workers=1, multiprocessing_context="spawn", shuffle=False
     )
     assert list(loader) == list(view)
+
+
+def test_an_image_of_several_subsets_appears_once_with_all_their_classes(tmp_path):
+    """Traditional protocol: a replayed exemplar that is in D_2 has the labels of both phases."""
+    objects = [(1, 1), (2, 1), (2, 2), (3, 1), (3, 2), (4, 2)]
+    content = coco(4, ["cat", "dog"], objects)
+    data = load_coco(write(tmp_path / "a.json", content), tmp_path)
+    scenario = make_scenario("1+1", data, protocol="traditional")
+    assert [phase.image_ids for phase in scenario.phases] == [(1, 2, 3), (2, 3, 4)]
+    subsets = [scenario.phase(2).subset(), *scenario.exemplars({1: [1, 2]})]
+    view = View(scenario.categories, subsets, {BASE: data})
+    shown = {
+        entry["image_id"]: [item["category_id"] for item in entry["annotations"]] for entry in view
+    }
+    assert shown == {3: [1], 4: [1], 1: [0], 2: [0, 1]}
+    assert view.image_ids.tolist() == [3, 4, 1, 2]
+    assert [(entry["phase"], sorted(entry["classes"])) for entry in view] == [
+        *[(2, [1]), (2, [1]), (1, [0]), (0, [0, 1])]
+    ]
+
+
+def test_strict_views_keep_their_order(toy):
+    _, data, scenario = toy
+    phase = scenario.phase(2)
+    exemplars = scenario.exemplars({1: scenario.phase(1).image_ids[::3]})
+    view = View(scenario.categories, [phase.subset(), *exemplars], {BASE: data})
+    assert view.image_ids.tolist() == [*phase.image_ids, *exemplars[0].image_ids]

@@ -41,14 +41,16 @@ def detector():
     ).train()
 
 
-def batch(labels=((3,), ()), phases=(2, 1)):
+def batch(labels=((3,), ()), classes=((3, 4), (0, 1, 2))):
     made = []
-    for own, phase in zip(labels, phases, strict=True):
+    for own, annotated in zip(labels, classes, strict=True):
         instances = Instances((64, 64))
         instances.gt_boxes = Boxes(torch.tensor([[10.0, 10, 40, 40]] * len(own)).reshape(-1, 4))
         instances.gt_classes = torch.tensor(own, dtype=torch.int64)
         image = torch.randint(0, 255, (3, 64, 64), dtype=torch.uint8)
-        made.append({"image": image, "instances": instances, "phase": phase, "file_name": "x"})
+        made.append(
+            {"image": image, "instances": instances, "classes": annotated, "file_name": "x"}
+        )
     return made
 
 
@@ -139,8 +141,7 @@ def test_classes_annotated_on_an_image_are_not_completed(detector):
         seen=range(CLASSES),
         teacher=freeze(detector, range(CLASSES)),
         teacher_classes=range(CLASSES),
-        rule=PseudoRule(foreground=0.0, k=9, iou=1.0),
-        annotated=[[0, 1, 2], [3, 4]],
+        rule=PseudoRule(foreground=0.0, k=9, iou=1.0, skip_annotated=True),
     )
     inputs = batch()
     teacher_output = learner.teacher.predict(detector.preprocess(inputs))
@@ -184,14 +185,15 @@ def test_recorded_predictions_label_as_the_live_teacher_does(detector, head, sel
     with torch.no_grad():  # scores that differ, on both sides of the thresholds
         for parameter in detector.class_embed.parameters():
             parameter.add_(torch.randn_like(parameter))
-    rule = PseudoRule(select, k=3, foreground=0.4, score=0.3, iou=1.0, cache=True)
+    rule = PseudoRule(
+        select, k=3, foreground=0.4, score=0.3, iou=1.0, skip_annotated=True, cache=True
+    )
     learner = Learner(
         detector,
         seen=range(CLASSES),
         teacher=freeze(detector, [0, 2, 3]),
         teacher_classes=[0, 2, 3],
         rule=rule,
-        annotated=[[0, 1, 2], [3, 4]],
     )
     inputs = [{**entry, "height": 64, "width": 64} for entry in batch()]
     truths = detector.targets(inputs)

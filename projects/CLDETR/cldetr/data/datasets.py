@@ -6,6 +6,7 @@ A run registers, below `cldetr/<run directory>/`,
     joint1, joint2 …          all images up to a phase with all classes seen so far (upper bound)
     revealed1, revealed2 …    D_i with all classes seen so far (the KD-oracle)
     exemplars1 …              E_1:i, each image with the annotations of its own phase
+    replay2 …                 D_i ∪ E_1:i−1, where the training step replays exemplars
     exemplars1_revealed …     E_1:i with all classes seen so far (an oracle)
     test1, test2 …            all test images with the classes seen so far
 
@@ -173,6 +174,30 @@ def register_exemplars(
         subsets = scenario.exemplars(image_ids, reveal=bool(suffix))
         _register(names[-1], scenario, subsets, train)
     return names
+
+
+def register_replay(
+    scenario: Scenario,
+    train: Mapping[str, CocoData],
+    prefix: str,
+    phase: int,
+    image_ids: Mapping[int, Sequence[int]],
+    reveal: bool = False,
+) -> str:
+    """Registers D_i ∪ E_1:i−1 and returns its name.
+
+    Args:
+        scenario: that the exemplars were chosen in.
+        train: the training data sets by source.
+        prefix: as in `register_views`.
+        phase: i.
+        image_ids: phase index → image ids of its exemplars.
+        reveal: D_i with all classes seen so far, as the KD-oracle sees it.
+    """
+    own = scenario.revealed(phase) if reveal else scenario.phase(phase).subset()
+    name = view_name(prefix, "replay", phase)
+    _register(name, scenario, (own, *scenario.exemplars(image_ids)), train)
+    return name
 
 
 def register_dataset(name: str, dataset: Dataset, like: str) -> None:

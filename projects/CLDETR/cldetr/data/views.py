@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -30,8 +31,12 @@ class View(Dataset):
     """Images with the annotations that a stage may see, as a sequence of Detectron2 dictionaries.
 
     Each has `file_name`, `image_id`, `height`, `width`, `annotations` (boxes XYWH_ABS, labels of
-    the scenario as `category_id`, crowd regions with `iscrowd` 1), `source`, and `phase`: whose
-    classes are annotated in it, 0 where those of several phases are.
+    the scenario as `category_id`, crowd regions with `iscrowd` 1), `source`, `classes`: the labels
+    that are annotated in it, and `phase`: whose these are, 0 where they are of several phases.
+
+    An image that several subsets have, as D_i and the exemplars may in the traditional protocol,
+    appears once with the classes of all of them: in a copy for each, every one would teach the
+    objects that another has annotated as background.
     """
 
     def __init__(
@@ -44,12 +49,14 @@ class View(Dataset):
 
         Args:
             categories: of the scenario.
-            subsets: which images, with which labels annotated; later subsets follow earlier ones.
+            subsets: which images, with which labels annotated; later subsets follow earlier ones,
+                images that are in several come last.
             data: the data sets by source.
         """
         self.categories = tuple(categories)
         self._subsets = [
-            _BoundSubset(subset, data[subset.source], self.categories) for subset in subsets
+            _BoundSubset(subset, data[subset.source], self.categories)
+            for subset in _merge_shared(subsets)
         ]
         self._ends = np.cumsum([len(subset.indices) for subset in self._subsets]).tolist()
 
@@ -100,7 +107,7 @@ class _BoundSubset:
         self, subset: AnnotatedSubset, data: CocoData, categories: tuple[Category, ...]
     ) -> None:
         self.data = data
-        self.source, self.phase = subset.source, subset.phase
+        self.source, self.phase, self.classes = subset.source, subset.phase, subset.classes
         self.indices = data.indices_of(subset.image_ids).astype(np.int32)  # (I,)
         self.label_of = label_table(data, categories, subset.classes)  # (K,)
 
@@ -116,6 +123,7 @@ class _BoundSubset:
             "width": int(data.widths[row]),
             "source": self.source,
             "phase": self.phase,
+            "classes": self.classes,
             "annotations": [
                 {
                     "bbox": box,
@@ -131,6 +139,36 @@ class _BoundSubset:
                 )
             ],
         }
+
+
+def _merge_shared(subsets: Sequence[AnnotatedSubset]) -> list[AnnotatedSubset]:
+    """The subsets without the images that are in several, and then those, classes united."""
+    if len(subsets) < 2:
+        return list(subsets)
+    members: dict[tuple[str, int], list[int]] = {}  # image → the subsets that have it
+    for number, subset in enumerate(subsets):
+        for image in subset.image_ids:
+            members.setdefault((subset.source, image), []).append(number)
+    shared: dict[tuple[int, ...], list[int]] = {}  # subsets → the images that are in all of them
+    for (_, image), numbers in members.items():
+        if len(numbers) > 1:
+            shared.setdefault(tuple(numbers), []).append(image)
+    if not shared:
+        return list(subsets)
+    merged = [
+        replace(
+            subset,
+            image_ids=tuple(i for i in subset.image_ids if len(members[subset.source, i]) == 1),
+        )
+        for subset in subsets
+    ]
+    for numbers, images in shared.items():
+        parts = [subsets[number] for number in numbers]
+        classes = dict.fromkeys(label for part in parts for label in part.classes)
+        phases = {part.phase for part in parts}
+        phase = phases.pop() if len(phases) == 1 else 0
+        merged.append(AnnotatedSubset(parts[0].source, tuple(images), tuple(classes), phase))
+    return merged
 
 
 def evaluation_subset(

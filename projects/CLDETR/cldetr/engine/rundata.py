@@ -18,11 +18,12 @@ from cldetr.data.datasets import (
     read_dataset,
     register_dataset,
     register_exemplars,
+    register_replay,
     register_views,
     unregister_views,
     view_name,
 )
-from cldetr.data.exemplars import Context, find_strategy
+from cldetr.data.exemplars import Context, find_strategy, phase_budget
 from cldetr.data.manifest import check_same, load_manifest, save_manifest
 from cldetr.data.mapper import Augmentation
 from cldetr.data.memory import ExemplarMemory, PhaseExemplars, phase_counts
@@ -67,6 +68,11 @@ class RunData:
         memory.check(self.scenario, self.train)
         register_exemplars(self.scenario, self.train, self.prefix, memory.image_ids)
         return memory
+
+    def register_replay(self, phase: int, before: Path, reveal: bool) -> str:
+        """Registers D_i ∪ E_1:i−1, the memory in the folder `before`; returns the name."""
+        chosen = self.load_memory(before).image_ids
+        return register_replay(self.scenario, self.train, self.prefix, phase, chosen, reveal)
 
     def register_predicted(self, phase: int, stage: str, view: Dataset, like: str) -> str:
         """Registers a stage's images with the teacher's predictions; returns the name."""
@@ -115,7 +121,7 @@ class RunData:
             features = object_features(detector, entries, classes, augmentation)
         with tqdm(desc="choosing exemplars", unit="image", leave=False, disable=None) as bar:
             context = Context(self.cfg.SEED, features, progress=bar.update)
-            selection = strategy.choose(counts, rule.budget, context)
+            selection = strategy.choose(counts, phase_budget(rule.budget, self.scenario), context)
         chosen = PhaseExemplars.of(
             self.scenario,
             phase,

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from detectron2.config import CfgNode
 
 from cldetr.config import method_of, schedule_of
-from cldetr.data.exemplars import resolve_budget
+from cldetr.data.exemplars import phase_budget, resolve_budget
 from cldetr.data.loader import SampleOrder
 from cldetr.methods.learner import Learner, freeze
 from cldetr.methods.method import Method
-from cldetr.methods.pseudo import PseudoRule
 from cldetr.modeling.detector import Detector
 from cldetr.scenario import Scenario
 from cldetr.settings import StageSchedule
@@ -97,8 +96,9 @@ def planned_stages(cfg: CfgNode, scenario: Scenario) -> list[Stage]:
         if phase.index > 1 or not cfg.MODEL.DETECTOR:
             stages.append(make_stage(cfg, phase.index, "train", (), images))
         if method.memory is not None:
-            budget = resolve_budget(method.memory.budget, len(phase.image_ids))
-            exemplars += min(budget, len(phase.image_ids))
+            share = phase_budget(method.memory.budget, scenario)
+            number = resolve_budget(share, len(phase.image_ids))
+            exemplars += min(number, len(phase.image_ids))
         if method.calibrate is not None and phase.index > 1:
             stages.append(make_stage(cfg, phase.index, "calibrate", (), exemplars))
     return stages
@@ -127,7 +127,6 @@ def training_learner(
         teacher_classes=old,
         rule=method.pseudo,
         distill=method.distill,
-        annotated=_annotated(method.pseudo, scenario),
         mask_unseen=mask,
     )
 
@@ -140,7 +139,7 @@ def calibration_learner(
     Args:
         detector: Φ, which is trained; a frozen copy of it as it is now gives the missing labels.
         method: says whether labels are completed, and how.
-        scenario: has the classes that are annotated on an exemplar.
+        scenario: has the classes seen so far.
         phase: from 2.
     """
     seen: Sequence[int] = scenario.seen(phase)
@@ -154,13 +153,5 @@ def calibration_learner(
         teacher=freeze(detector, seen),
         teacher_classes=seen,
         rule=rule,
-        annotated=_annotated(rule, scenario),
         mask_unseen=mask,
     )
-
-
-def _annotated(rule: PseudoRule | None, scenario: Scenario) -> list[tuple[int, ...]] | None:
-    """The classes of each phase, where a rule gives no labels of those annotated on an image."""
-    if rule is None or not rule.skip_annotated:
-        return None
-    return [phase.classes for phase in scenario.phases]

@@ -367,8 +367,8 @@ class IncrementalTrainer(TrainerBase):
         kind = "joint" if method.joint else "revealed" if method.reveal_old else "phase"
         datasets = [self.data.name(kind, phase)]
         if phase > 1 and method.memory is not None and method.memory.replay:
-            self.data.load_memory(self.ledger.folder(phase - 1, "select"))
-            datasets.append(self.data.name("exemplars", phase - 1))
+            before = self.ledger.folder(phase - 1, "select")
+            datasets = [self.data.register_replay(phase, before, method.reveal_old)]
         self._fit(phase, "train", learner, datasets)
 
     def _select(self, phase: int) -> None:

@@ -35,7 +35,6 @@ class Learner(nn.Module):
 
     _seen: Tensor
     _teacher_classes: Tensor
-    _annotated: Tensor | None
     pseudo_counts: Tensor  # (K,) pseudo-labels of each class so far
 
     def __init__(
@@ -47,7 +46,6 @@ class Learner(nn.Module):
         teacher_classes: Sequence[int] = (),
         rule: PseudoRule | None = None,
         distill: DistillRule | None = None,
-        annotated: Sequence[Sequence[int]] | None = None,
         mask_unseen: bool = True,
     ) -> None:
         """Sets up one stage.
@@ -61,9 +59,6 @@ class Learner(nn.Module):
             rule: how its predictions become pseudo-labels; None for none. Without a teacher, the
                 inputs bring its predictions with them (`teacher_candidates` made them).
             distill: the loss that compares its predictions query by query; None for none.
-            annotated: labels of each phase's classes, the first phase's first. Where given, no
-                pseudo-label is of a class that is annotated on the image anyway, which its input's
-                `phase` tells; the paper's DKD does not ask.
             mask_unseen: exclude the head's rows of unseen classes from the loss.
         """
         super().__init__()
@@ -78,10 +73,6 @@ class Learner(nn.Module):
         self.register_buffer(
             "_teacher_classes", _mask(teacher_classes, num_classes), persistent=False
         )
-        rows = None
-        if annotated is not None:
-            rows = torch.stack([_mask(labels, num_classes) for labels in annotated])
-        self.register_buffer("_annotated", rows, persistent=False)  # (phases, K)
         none = torch.zeros(num_classes, dtype=torch.int64)
         self.register_buffer("pseudo_counts", none, persistent=False)
         self.mask_unseen = mask_unseen
@@ -228,8 +219,9 @@ class Learner(nn.Module):
     def _usable(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Classes that may be pseudo-labelled on each image, (B, K)."""
         usable = self._teacher_classes.expand(len(batched_inputs), -1)
-        if self._annotated is not None:
-            usable = usable & ~self._annotated[[entry["phase"] - 1 for entry in batched_inputs]]
+        if self.rule is not None and self.rule.skip_annotated:
+            classes = [_mask(entry["classes"], usable.shape[1]) for entry in batched_inputs]
+            usable = usable & ~torch.stack(classes).to(usable.device)
         return usable
 
     def _read(self, teacher_output: DetrOutput) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -264,7 +256,8 @@ class Learner(nn.Module):
     def _count(self, targets: list[Target]) -> Tensor:
         """Labels of each class, (K,)."""
         labels = torch.cat([target.labels for target in targets])
-        return torch.bincount(labels, minlength=len(self.pseudo_counts))
+        # A GPU would make the host wait for `bincount`.
+        return torch.zeros_like(self.pseudo_counts).index_add_(0, labels, torch.ones_like(labels))
 
     def _log(self, counts: MergeCounts, truths: list[Target]) -> None:
         self.pseudo_images += counts.images

@@ -16,7 +16,8 @@ class MemoryRule:
 
     Attributes:
         strategy: a word of `cldetr.data.exemplars.STRATEGIES`.
-        budget: R_i: at most 1 a share of the phase's images, above 1 a number of images.
+        budget: up to 1 a share of the data set, divided among the phases by their sizes; above 1
+            R_i, a number of images of each phase.
         replay: train on D_i ∪ E_1:i−1 rather than on D_i alone.
     """
 
