@@ -222,7 +222,7 @@ def read_store() -> dict[str, Lines]:
 
 def markdown(results: dict[str, Lines]) -> str:
     """The table of all benchmarks that have results."""
-    lines = ["| what | measured | bar | reached | command |", "|---|---|---|---|---|"]
+    lines = ["| what | measured | target | reached | command |", "|---|---|---|---|---|"]
     for benchmark in BENCHMARKS:
         if benchmark.name not in results:
             continue

@@ -20,7 +20,7 @@ from typing import Any
 
 from detectron2.config import get_cfg
 
-from cldetr import config
+from cldetr import config, lazy
 from cldetr.config import RUNTIME_KEYS, default_config, leaves
 from cldetr.data.exemplars import STRATEGIES
 from cldetr.methods.distill import LOSSES
@@ -64,8 +64,8 @@ There are three ways to say which classes and images each phase gets:
    `SCENARIO` is ignored.
 
 With the first two, `SCENARIO.PROTOCOL` divides the images. `strict` shuffles them by `DATA_SEED`
-and gives each to one phase, in proportion to the phases' class counts. `traditional` gives a phase all
-images with an object of its classes. `cldetr split` shows the result before training.
+and gives each to one phase, in proportion to the phases' class counts. `traditional` gives a phase
+all images with an object of its classes. `cldetr split` shows the result before training.
 """
 
 # Detectron2's keys have no comment of ours; these say what matters here.
@@ -285,6 +285,8 @@ def page() -> str:
         for key, (instead, method) in config._UNUSED.items()
         if not key.startswith("STAGE")
     ]
+    lazy_names = ["| LazyConfig | key |", "|---|---|"]
+    lazy_names += [f"| `{name}` | `{key}` |" for name, key in lazy._KEYS.items()]
     renamed = ["| before | now |", "|---|---|"]
     renamed += [f"| `{old}` | {new} |" for old, new in config._RENAMED.items()]
     parts += [
@@ -293,6 +295,10 @@ def page() -> str:
         "they mean in Detectron2. A key under `MODEL` that the chosen model does not read is an "
         "error, too.\n",
         "\n".join(refused) + "\n",
+        "## Names in a LazyConfig\n",
+        "Beside `scenario`, `method`, `schedule`, `input`, `datasets`, `solver`, `test` and "
+        "`dataloader`, whose fields are the keys above in lower case:\n",
+        "\n".join(lazy_names) + "\n",
         "## Renamed keys\n",
         "\n".join(renamed) + "\n",
     ]
