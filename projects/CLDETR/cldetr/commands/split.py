@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import msgspec
+from tabulate import tabulate
 
 from cldetr.data.audit import audit_scenario
 from cldetr.data.coco import CocoData, load_coco
@@ -138,17 +141,14 @@ def _phase_table(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for phase in phases:
         values = [*(phase[key] for key in keys), phase["hidden"]["old"], phase["hidden"]["future"]]
         cells.append([f"{value:,}" for value in values])
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        yield "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+    right = ["right"] * len(cells[0])
+    yield from tabulate(cells, (), "plain", disable_numparse=True, colalign=right).splitlines()
 
 
 def _columns(counts: Mapping[str, int]) -> Iterator[str]:
     """Names with counts, the most frequent first, down the columns of a page."""
-    ranked = sorted(counts.items(), key=lambda pair: -pair[1])
-    name_width = min(max(len(name) for name in counts), 30)
-    number_width = max(len(f"{count:,}") for count in counts.values())
-    cells = [f"{name[:30]:{name_width}} {count:{number_width},}" for name, count in ranked]
+    ranked = [(name[:30], counts[name]) for name in sorted(counts, key=lambda name: -counts[name])]
+    cells = tabulate(ranked, tablefmt="plain", intfmt=",", disable_numparse=[0]).splitlines()
     columns = max(WIDTH // (len(cells[0]) + 4), 1)
     rows = -(-len(cells) // columns)
     for row in range(rows):
@@ -203,7 +203,11 @@ def _make(args: argparse.Namespace) -> tuple[Scenario, dict[str, CocoData]]:
     if (args.scenario is None) == (args.phases is None):
         raise InputError("give either --scenario SIZES or --phases NAMES")
     [(file, root)] = _roots([args.annotations], args.image_root)
-    order = args.order if args.order in ORDERS else _read_order(args.order)
+    order = args.order
+    if order not in ORDERS:
+        if not os.path.isfile(order):
+            raise InputError(f"--order {order}: choose {', '.join(ORDERS)} or the file of an order")
+        order = _read_list(order, list[str])
     phases = args.scenario if args.phases is None else _read_phases(args.phases)
     data = load_coco(file, root, bad_boxes=args.bad_boxes)
     scenario = make_scenario(
@@ -232,45 +236,24 @@ def _roots(files: Sequence[Path], roots: Sequence[Path] | None) -> list[tuple[Pa
 
 def _read_phases(text: str) -> list[list[str]]:
     """Category names per phase, from the command line or from a file."""
-    lines: Sequence[Any] = text.split(";")
-    if _is_file(text):
-        lines = _read_list(Path(text))
-    phases = [
+    lines = _read_list(text, list[list[str]]) if os.path.isfile(text) else text.split(";")
+    return [
         [name.strip() for name in line.split(",") if name.strip()]
         if isinstance(line, str)
         else line
         for line in lines
     ]
-    if not all(isinstance(p, list) and all(isinstance(n, str) for n in p) for p in phases):
-        raise InputError(f"{text}: give a JSON list of lists of category names")
-    return phases
 
 
-def _read_order(text: str) -> list[str]:
-    if not _is_file(text):
-        raise InputError(f"--order {text}: choose {', '.join(ORDERS)} or the file of an order")
-    names = _read_list(Path(text))
-    if not all(isinstance(name, str) for name in names):
-        raise InputError(f"{text}: give a JSON list of category names")
-    return names
-
-
-def _is_file(text: str) -> bool:
+def _read_list(path: str, kind: type[list[Any]]) -> list[Any]:
+    """A JSON list of a kind, or the non-empty lines of a text file."""
     try:
-        return Path(text).is_file()
-    except OSError:  # a list of names may be longer than a path may be
-        return False
-
-
-def _read_list(path: Path) -> list[Any]:
-    """The entries of a JSON list, or the non-empty lines of a text file."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
-    if text.lstrip().startswith("["):
-        try:
-            return list(json.loads(text))
-        except ValueError as error:
-            raise InputError(f"{path} is not valid JSON: {error}") from None
+        text = Path(path).read_text(encoding="utf-8")
+        if text.lstrip().startswith("["):
+            return msgspec.json.decode(text, type=kind)
+    except (OSError, UnicodeDecodeError, msgspec.DecodeError) as error:
+        raise InputError(
+            f"{path} cannot be read as a list of category names (of such lists, for phases): "
+            f"{error}"
+        ) from None
     return [line.strip() for line in text.splitlines() if line.strip()]
