@@ -12,8 +12,14 @@ from detectron2.checkpoint import DetectionCheckpointer
 from detectron2.modeling import build_model
 
 from cldetr.cli import main
+from cldetr.commands.convert import read_seen
+from cldetr.data.manifest import save_manifest
+from cldetr.engine.initial_weights import load_trained_detector
 from cldetr.errors import InputError
 from cldetr.modeling.convert import COCO, convert_checkpoint, gather_rows
+from cldetr.scenario import Category, make_scenario
+
+from ..coco_files import Labels
 
 COCO_IDS = [number for number, _ in COCO]
 BODY = "backbone.0.body."
@@ -324,6 +330,51 @@ def test_categories_come_from_annotation_files(tmp_path):
     content = torch.load(out)
     assert content["cldetr"]["categories"] == [{"id": 3, "name": "car"}, {"id": 7, "name": "train"}]
     assert content["model"]["class_embed.bias"].shape == (3,)
+
+
+@pytest.mark.parametrize("kind", ["auto", "cl_detr"])
+def test_a_checkpoint_of_all_categories_becomes_the_first_phase_by_seen(
+    tmp_path, config_file, kind
+):
+    """The official 80-class file loses the rows of what is to come; the authors' keeps them."""
+    state = deformable_detr()
+    torch.save({"model": state}, tmp_path / "official.pth")
+    scenario = make_scenario("70+10", Coco(), order="released")
+    save_manifest(scenario, tmp_path / "manifest.json")
+    out = tmp_path / "first.pth"
+    command = ["convert", str(tmp_path / "official.pth"), str(out), "--kind", kind]
+    assert main([*command, "--seen", str(tmp_path / "manifest.json")]) == 0
+    about = torch.load(out)["cldetr"]
+    first = scenario.phases[0].classes
+    assert about["seen"] == [COCO[label][1] for label in first]
+    assert len(about["categories"]) == (80 if kind == "cl_detr" else 70)
+
+    detector = build_model(config_file("detector/deformable_detr_r50.yaml"))
+    initial = detector.state_dict()["class_embed.0.weight"].clone()
+    load_trained_detector(detector, str(out), scenario)
+    found = detector.state_dict()["class_embed.0.weight"]
+    official = state["class_embed.0.weight"][COCO_IDS]
+    old, new = list(first), list(scenario.phases[1].classes)
+    assert torch.equal(found[old], official[old])
+    assert torch.equal(found[new], official[new] if kind == "cl_detr" else initial[new])
+    with pytest.raises(InputError, match="--seen"):
+        load_trained_detector(detector, str(out), make_scenario("70+10", Coco()))
+
+
+def test_seen_takes_names_and_a_list_of_names(tmp_path):
+    (tmp_path / "names.txt").write_text("cat\n\ndog\n")
+    assert read_seen([str(tmp_path / "names.txt")], COCO) == ["cat", "dog"]
+    assert read_seen(["traffic light", "dog"], COCO) == ["traffic light", "dog"]
+    with pytest.raises(InputError, match="'cot'; did you mean cow or cat"):
+        read_seen(["cot"], COCO)
+
+
+class Coco(Labels):
+    """A few images under COCO's categories."""
+
+    def __init__(self):
+        super().__init__(80, [[]] * 80)
+        self.categories = tuple(Category(number, name) for number, name in COCO)
 
 
 class Malice:

@@ -9,9 +9,11 @@ from pathlib import Path
 import msgspec
 import torch
 
+from cldetr.data.manifest import load_manifest
 from cldetr.engine.checkpoint import load_state, save_state
 from cldetr.errors import InputError
 from cldetr.modeling.convert import COCO, KINDS, Converted, convert_checkpoint
+from cldetr.settings import suggest
 
 
 class _Category(msgspec.Struct):
@@ -40,6 +42,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="COCO annotation files with the categories of the class head (default: COCO's 80)",
     )
+    parser.add_argument(
+        "--seen",
+        nargs="+",
+        metavar="NAME",
+        help="the categories that it may know, to be the first phase (MODEL.DETECTOR): names, a "
+        "file with a name in each line, or the manifest of a scenario (.json), whose first phase "
+        "is meant. Rows of other categories are dropped; with --kind cl_detr they stay, because "
+        "the released code trains them as negatives",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,6 +61,9 @@ def run(args: argparse.Namespace) -> int:
     # Official checkpoints hold their command line as a Namespace, which is plain data.
     with torch.serialization.safe_globals([argparse.Namespace]):
         content = load_state(args.source)
+    seen = read_seen(args.seen, categories) if args.seen else None
+    if seen is not None and args.kind != "cl_detr":
+        categories = tuple(category for category in categories if category[1] in seen)
     converted = convert_checkpoint(content, args.kind, categories)
     about = {
         "kind": converted.kind,
@@ -58,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         else [{"id": number, "name": name} for number, name in converted.categories],
         "settings": converted.settings,
     }
+    if seen is not None:
+        about["seen"] = seen
     save_state(args.out, {"model": converted.model, "cldetr": about})
     _report(converted, args.out)
     return 0
@@ -82,6 +98,22 @@ def read_categories(files: Sequence[Path]) -> tuple[tuple[int, str], ...]:
     if not found:
         raise InputError(f"no categories in {', '.join(map(str, files))}")
     return tuple(found.items())
+
+
+def read_seen(words: Sequence[str], categories: Sequence[tuple[int, str]]) -> list[str]:
+    """The names that --seen gives, all of them among the categories."""
+    names, path = list(words), Path(words[0])
+    if len(words) == 1 and path.is_file():
+        if path.suffix == ".json":
+            scenario = load_manifest(path)
+            names = [scenario.categories[label].name for label in scenario.phases[0].classes]
+        else:
+            names = [line.strip() for line in path.read_text("utf-8").splitlines() if line.strip()]
+    known = [name for _, name in categories]
+    unknown = [f"{name!r}{suggest(name, known)}" for name in names if name not in known]
+    if unknown:
+        raise InputError.listing("--seen names what the checkpoint has no row of:", unknown)
+    return names
 
 
 def _report(converted: Converted, out: Path) -> None:

@@ -90,7 +90,9 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
     problems += [f"knows {name!r}, not of phase 1" for name in known if name not in wanted]
     if problems:
         raise InputError.listing(
-            f"{path} is not a detector of the first phase's classes:", problems
+            f"{path} is not a detector of the first phase's classes (of a converted checkpoint, "
+            "`cldetr convert … --seen` says which those are):",
+            problems,
         )
     names = [category.name for category in scenario.categories]
     pairs = [(names.index(name), row) for row, name in enumerate(rows) if name in names]
@@ -108,8 +110,16 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
             fitted[key] = value.clone()
             fitted[key][labels] = found[key][sources].to(value)
             fitted[key][len(scenario.categories) :] = found[key][len(rows) :].to(value)
+            if key.startswith(_proposal_head(detector)):  # its row 0 means any object
+                fitted[key][0] = found[key][0].to(value[0])
     load_into(detector, fitted, path)
     logger.info("phase 1 is the trained detector %s (%d categories)", path, len(wanted))
+
+
+def _proposal_head(detector: Detector) -> tuple[str, ...]:
+    """How the names of a two-stage detector's class head of proposals begin; nothing of others."""
+    two_stage = getattr(getattr(detector, "transformer", None), "two_stage", False)
+    return (f"class_embed.{len(detector.class_embed) - 1}.",) if two_stage else ()
 
 
 def _tensors(state: Mapping[str, Any], detector: Detector) -> dict[str, Tensor]:
