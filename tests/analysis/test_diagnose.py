@@ -51,12 +51,12 @@ def test_the_grid_has_the_runs_own_rule_with_its_own_counts(run):
     cfg = config_of_run(run)
     weights = run / "phase1/train/model.pth"
     diagnosis = diagnose(cfg, 2, weights)
-    grid, rule = diagnosis.counts.grid, diagnosis.rule
+    grid, rule, own = diagnosis.grid, diagnosis.rule, diagnosis.own
     setting = grid.k.index(rule.k), grid.iou.index(rule.iou), grid.score.index(rule.foreground)
-    assert diagnosis.counts.given[setting].tolist() == diagnosis.given.tolist()
-    assert diagnosis.counts.right[setting].tolist() == diagnosis.right.tolist()
-    assert diagnosis.given.sum() > 0
-    assert diagnosis.given[3] == 0  # the new class is never pseudo-labelled
+    assert diagnosis.counts.given[setting].tolist() == own.given.tolist()
+    assert diagnosis.counts.right[setting].tolist() == own.right.tolist()
+    assert own.given.sum() > 0
+    assert own.given[3] == 0  # the new class is never pseudo-labelled
 
 
 def test_the_test_images_serve_too(run):

@@ -66,18 +66,18 @@ def test_a_case_worked_by_hand():
     assert counts.given[3, 1, 0].tolist() == [3, 2, 0]  # by class
     assert counts.right[3, 1, 0].tolist() == [1, 1, 0]
     # Best: λ 0.7, K at least 4, score 0.5 or lower but above E's: A, B, D with 2 of 3 right.
-    assert counts.f1()[counts.best()] == pytest.approx(2 * 2 / (3 + 3))
+    assert counts.rates()["f1"][counts.best()] == pytest.approx(2 * 2 / (3 + 3))
     assert counts.best() == (3, 0, 1)
-    assert counts.precision()[counts.best()] == pytest.approx(2 / 3)
-    assert counts.recall()[counts.best()] == pytest.approx(2 / 3)
+    assert counts.rates()["precision"][counts.best()] == pytest.approx(2 / 3)
+    assert counts.rates()["recall"][counts.best()] == pytest.approx(2 / 3)
 
 
 def test_nothing_given_has_no_precision():
     stats = PseudoLabelStats(3, Grid(k=(1,), iou=(0.7,), score=(0.5,)))
     stats.add(predictions((0, 0.4, 0.5, 0.5, 0.2, 0.2)), target(), target((0, 0.5, 0.5, 1, 1)))
     counts = stats.count()
-    assert np.isnan(counts.precision()).all()
-    assert counts.recall().item() == 0.0
+    assert np.isnan(counts.rates()["precision"]).all()
+    assert counts.rates()["recall"].item() == 0.0
 
 
 def overlap(first, second):
@@ -169,11 +169,7 @@ def _settings(grid):
 def test_each_object_is_found_once_and_by_its_class():
     boxes = torch.tensor([[0, 0, 10, 10], [1, 0, 10, 10], [20, 0, 30, 10]], dtype=torch.float32)
     wanted = torch.tensor([[0, 0, 10, 10], [20, 0, 30, 10]], dtype=torch.float32)
-    right, found = match_true_positives(
-        boxes, torch.tensor([5, 5, 6]), wanted, torch.tensor([5, 7])
-    )
+    classes, object_classes = torch.tensor([5, 5, 6]), torch.tensor([5, 7])
+    right = match_true_positives(boxes, classes, wanted, object_classes)
     assert right.tolist() == [True, False, False]
-    assert found.tolist() == [True, False]
-    right, found = match_true_positives(boxes[:0], torch.tensor([]), wanted, torch.tensor([5, 7]))
-    assert len(right) == 0
-    assert not found.any()
+    assert len(match_true_positives(boxes[:0], classes[:0], wanted, object_classes)) == 0

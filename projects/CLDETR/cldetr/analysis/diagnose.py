@@ -6,6 +6,7 @@ Computed before training, it tells which K, λ and score to take; afterwards, wh
 from __future__ import annotations
 
 import csv
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,8 +40,6 @@ from cldetr.methods.learner import freeze
 from cldetr.methods.pseudo import Predictions, PseudoRule, drop_overlapping, make_pseudo_labels
 from cldetr.modeling.structures import Target
 
-Rates = dict[str, float | None]
-
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -52,10 +51,10 @@ class Diagnosis:
         weights: the file of the model that labels.
         names: of the old classes, by label.
         softmax: whether the head has a background class.
+        grid: the settings.
         counts: of all settings.
         rule: the run's own.
-        given: (C,) pseudo-labels of the run's own rule.
-        right: (C,) those of them that are right.
+        own: its counts.
     """
 
     phase: int
@@ -63,25 +62,23 @@ class Diagnosis:
     weights: str
     names: dict[int, str]
     softmax: bool
+    grid: Grid
     counts: Counts
     rule: PseudoRule
-    given: np.ndarray
-    right: np.ndarray
+    own: Counts
 
     @property
     def best(self) -> tuple[int, int, int]:
         """Indices of the recommended setting, among those that a rule can express."""
-        if not self.softmax:
-            return self.counts.best()
+        allowed = np.full(self.counts.given.shape[:-1], not self.softmax)
         # A softmax head takes the top K of its foreground, or all of it above a score.
-        allowed = np.zeros(self.counts.f1().shape, dtype=bool)
         allowed[:, :, 0] = allowed[-1] = True  # the largest K is last
         return self.counts.best(allowed)
 
     @property
     def recommended(self) -> dict[str, float]:
         """K, λ and score of the best setting."""
-        grid, (j, v, s) = self.counts.grid, self.best
+        grid, (j, v, s) = self.grid, self.best
         return {"k": grid.k[j], "iou": grid.iou[v], "score": grid.score[s]}
 
     @property
@@ -99,44 +96,34 @@ class Diagnosis:
             values = {"SELECT": "threshold", "SCORE": f"{score:g}", "IOU": f"{iou:g}"}
         return " ".join(f"METHOD.PSEUDO.{key} {value}" for key, value in values.items())
 
-    def rates(self, setting: tuple[int, ...] | None, labels: Sequence[int] | None = None) -> Rates:
-        """Precision, recall, F1 and labels per image; None where there is nothing to divide by.
-
-        Args:
-            setting: indices in the grid; None for the run's own rule.
-            labels: the classes to count; None for all.
-        """
-        chosen = slice(None) if labels is None else list(labels)
-        right, given = self.right, self.given
-        if setting is not None:
-            right, given = self.counts.right[setting], self.counts.given[setting]
-        r, g, h = (int(x[chosen].sum()) for x in (right, given, self.counts.hidden))
-        return {
-            "per_image": g / max(self.counts.images, 1),
-            "precision": r / g if g else None,
-            "recall": r / h if h else None,
-            "f1": 2 * r / (g + h) if g + h else None,
-        }
-
     def summary(self) -> dict[str, Any]:
         """The numbers as JSON data."""
         rule = {
             key: getattr(self.rule, key) for key in ("select", "k", "iou", "foreground", "score")
         }
-        overrides = {"overrides": self.overrides()}
+
+        def rates(labels: list[int]) -> dict[str, dict[str, float | None]]:
+            tables = {"rule": (self.own, ()), "recommended": (self.counts, self.best)}
+            return {
+                name: {
+                    key: None if np.isnan(value[setting]) else float(value[setting])
+                    for key, value in counts.rates(labels).items()
+                }
+                for name, (counts, setting) in tables.items()
+            }
+
+        every = rates(list(self.names))
         return {
             "images": self.counts.images,
             "of": self.where,
             "weights": self.weights,
             "hidden_objects": int(self.counts.hidden.sum()),
-            "rule": rule | self.rates(None),
-            "recommended": self.recommended | self.rates(self.best) | overrides,
+            "rule": rule | every["rule"],
+            "recommended": self.recommended
+            | every["recommended"]
+            | {"overrides": self.overrides()},
             "per_category": {
-                name: {
-                    "hidden": int(self.counts.hidden[label]),
-                    "rule": self.rates(None, [label]),
-                    "recommended": self.rates(self.best, [label]),
-                }
+                name: {"hidden": int(self.counts.hidden[label]), **rates([label])}
                 for label, name in self.names.items()
             },
         }
@@ -176,8 +163,9 @@ def diagnose(
     teacher = freeze(detector, old)
     rule = method_of(cfg).pseudo or PseudoRule()
     softmax = teacher.background(torch.zeros(1, 1, classes + 1)) is not None
-    stats = PseudoLabelStats(classes, Grid().including(rule, int(detector.num_queries), softmax))
-    given, right = (np.zeros(classes, dtype=np.int64) for _ in range(2))
+    grid = Grid().including(rule, int(detector.num_queries), softmax)
+    stats = PseudoLabelStats(classes, grid)
+    given, right = np.zeros((2, classes), dtype=np.int64)
     indices = np.unique(np.linspace(0, len(view) - 1, min(limit, len(view))).round().astype(int))
     mapper = Mapper(Augmentation.from_config(cfg).deterministic(), training=True)
     for index in tqdm(indices, desc="labelling", unit="image", leave=False, disable=None):
@@ -193,12 +181,14 @@ def diagnose(
         labels = make_pseudo_labels(scores, boxes, background, usable[None], rule)[0]
         labels = drop_overlapping(labels, truth, rule)
         corners = [box_cxcywh_to_xyxy(each.boxes) for each in (labels, hidden)]
-        found, _ = match_true_positives(corners[0], labels.labels, corners[1], hidden.labels)
+        found = match_true_positives(corners[0], labels.labels, corners[1], hidden.labels)
         given += np.bincount(labels.labels.cpu().numpy(), minlength=classes)
         right += np.bincount(labels.labels.cpu().numpy()[found], minlength=classes)
         stats.add(Predictions(scores * usable, boxes, background), truth, hidden)
     names = {label: scenario.categories[label].name for label in old}
-    return Diagnosis(phase, where, str(weights), names, softmax, stats.count(), rule, given, right)
+    counts = stats.count()
+    own = Counts(counts.images, given, right, counts.hidden)
+    return Diagnosis(phase, where, str(weights), names, softmax, grid, counts, rule, own)
 
 
 def diagnose_run(
@@ -241,7 +231,7 @@ def write_diagnosis(diagnosis: Diagnosis, folder: Path) -> None:
 
 def format_diagnosis(diagnosis: Diagnosis) -> str:
     """A diagnosis as text: the run's rule, the recommended one, each setting varied, each class."""
-    grid, best, summary = diagnosis.counts.grid, diagnosis.best, diagnosis.summary()
+    grid, best, summary = diagnosis.grid, diagnosis.best, diagnosis.summary()
     of = "training" if diagnosis.where == "phase" else "test"
     lines = [
         f"phase {diagnosis.phase}: {summary['images']} {of} images, "
@@ -250,29 +240,37 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
         _rate_line(f"the run's rule ({diagnosis.rule.select})", summary["rule"]),
         _rate_line(diagnosis.recommended_text, summary["recommended"]),
     ]
+    rates = diagnosis.counts.rates()
     axes: dict[str, Sequence[float]] = {"K": grid.k, "λ": grid.iou, "score >": grid.score}
     for axis, (title, values) in enumerate(axes.items()):
         lines += ["", f"{title}, the others as recommended"]
         for index, value in enumerate(values):
             setting = (*best[:axis], index, *best[axis + 1 :])
             mark = "  ←" if setting == best else ""
-            lines.append(_rate_line(f"  {value:g}", diagnosis.rates(setting)) + mark)
+            row = {key: table[setting] for key, table in rates.items()}
+            lines.append(_rate_line(f"  {value:g}", row) + mark)
     lines += ["", "classes, as recommended"]
     for name, entry in summary["per_category"].items():
         lines.append(_rate_line(f"  {name} ({entry['hidden']})", entry["recommended"]))
     return "\n".join([*lines, "", f"recommended (best F1): {diagnosis.overrides()}"])
 
 
-def _all_labels(data: RunData, phase: int, where: str) -> tuple[View, str]:
-    """Images with the objects of all classes seen up to a phase, and where they are from."""
+def knows_old_classes(data: RunData, phase: int) -> bool:
+    """Whether the annotation file of a phase has the old classes too, as in a benchmark."""
     scenario = data.scenario
     own = data.train[scenario.phase(phase).source]
-    known = (label_table(own, scenario.categories, scenario.old(phase)) >= 0).any()
+    return bool((label_table(own, scenario.categories, scenario.old(phase)) >= 0).any())
+
+
+def _all_labels(data: RunData, phase: int, where: str) -> tuple[View, str]:
+    """Images with the objects of all classes seen up to a phase, and where they are from."""
+    known = knows_old_classes(data, phase)
     if where == "auto":
         where = "phase" if known else "test"
     if where == "phase" and not known:
+        file = data.train[data.scenario.phase(phase).source].json_file
         raise InputError(
-            f"the data of phase {phase} ({own.json_file}) does not know the old classes, so that "
+            f"the data of phase {phase} ({file}) does not know the old classes, so that "
             "nothing tells which pseudo-labels are right: use the test images, --on test"
         )
     return DatasetCatalog.get(data.name("test" if where == "test" else "revealed", phase)), where
@@ -280,19 +278,19 @@ def _all_labels(data: RunData, phase: int, where: str) -> tuple[View, str]:
 
 def _csv_rows(diagnosis: Diagnosis) -> Iterator[list[Any]]:
     yield ["class", "k", "iou", "score", "per_image", "precision", "recall", "f1"]
-    grid = diagnosis.counts.grid
+    grid = diagnosis.grid
     groups = {"all": list(diagnosis.names)}
     groups |= {name: [label] for label, name in diagnosis.names.items()}
+    settings = list(itertools.product(grid.k, grid.iou, grid.score))
     for name, labels in groups.items():
-        for j, v, s in np.ndindex(len(grid.k), len(grid.iou), len(grid.score)):
-            rates = diagnosis.rates((j, v, s), labels).values()
-            cells = ["" if value is None else f"{value:.4f}" for value in rates]
-            yield [name, grid.k[j], grid.iou[v], grid.score[s], *cells]
+        tables = diagnosis.counts.rates(labels).values()
+        for setting, *rates in zip(settings, *(x.ravel() for x in tables), strict=True):
+            yield [name, *setting, *("" if np.isnan(rate) else f"{rate:.4f}" for rate in rates)]
 
 
 def _rate_line(text: str, rates: Mapping[str, Any]) -> str:
     values = (rates[key] for key in ("precision", "recall", "f1"))
-    cells = ["n/a" if value is None else f"{value:.3f}" for value in values]
+    cells = ["n/a" if value is None or np.isnan(value) else f"{value:.3f}" for value in values]
     return _line(text, f"{rates['per_image']:.2f}", *cells)
 
 

@@ -20,10 +20,10 @@ from detectron2.structures import BoxMode
 from PIL import Image
 from tqdm import tqdm
 
+from cldetr.analysis.diagnose import knows_old_classes
 from cldetr.analysis.predict import Predictor
 from cldetr.analysis.pseudo_label_stats import match_true_positives
 from cldetr.config import method_of
-from cldetr.data.coco import label_table
 from cldetr.data.mapper import Augmentation, Mapper
 from cldetr.data.views import View
 from cldetr.drawing.boxes import GREEN, RED, YELLOW, Box, save_png
@@ -144,9 +144,8 @@ class RunArtist:
 
     def hides(self, phase: int) -> bool:
         """Whether a phase has old objects that it is not shown and that its file knows."""
-        own = self.data.train[self.scenario.phase(phase).source]
-        known = label_table(own, self.scenario.categories, self.scenario.old(phase)) >= 0
-        return bool(known.any()) and not (self.method.joint or self.method.reveal_old)
+        shows_all = self.method.joint or self.method.reveal_old
+        return not shows_all and knows_old_classes(self.data, phase)
 
     def choose(
         self, phase: int, view: View, images: Sequence[int] | None, sample: int
@@ -234,7 +233,7 @@ class RunArtist:
         panels = [("ground truth", truth)]
         for title, predictor in models:
             found = predictor(pixels, _SCORE)
-            right, _ = match_true_positives(
+            right = match_true_positives(
                 torch.tensor([x.box for x in found]).view(-1, 4),
                 torch.tensor([x.label for x in found]),
                 torch.tensor(corners).view(-1, 4),

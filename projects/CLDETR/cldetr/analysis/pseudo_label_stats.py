@@ -11,6 +11,7 @@ V values of λ, C classes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,34 +51,42 @@ class Grid:
 
 @dataclass(frozen=True)
 class Counts:
-    """What each setting gives, by class: (J, V, S, C) each, and (C,) hidden objects."""
+    """Pseudo-labels and those of them that are right, of one setting or of an array of settings.
 
-    grid: Grid
+    Attributes:
+        images: on how many.
+        given: (…, C) by setting and class.
+        right: (…, C).
+        hidden: (C,) hidden objects.
+    """
+
     images: int
     given: np.ndarray
     right: np.ndarray
     hidden: np.ndarray
 
-    def precision(self) -> np.ndarray:
-        """Of all classes together, (J, V, S); NaN where nothing is given."""
-        given = self.given.sum(-1)
-        return np.where(given > 0, self.right.sum(-1) / np.maximum(given, 1), np.nan)
+    def rates(self, labels: Sequence[int] | None = None) -> dict[str, np.ndarray]:
+        """Labels per image, precision, recall and F1 of each setting, over all or some classes.
 
-    def recall(self) -> np.ndarray:
-        """Of all classes together, (J, V, S)."""
-        return self.right.sum(-1) / max(int(self.hidden.sum()), 1)
+        They are NaN where there is nothing to divide by.
+        """
+        chosen = slice(None) if labels is None else list(labels)
+        r, g, h = (x[..., chosen].sum(-1) for x in (self.right, self.given, self.hidden))
+        with np.errstate(invalid="ignore"):
+            return {
+                "per_image": g / np.float64(max(self.images, 1)),
+                "precision": r / g,
+                "recall": r / h,
+                "f1": 2 * r / (g + h),
+            }
 
-    def f1(self) -> np.ndarray:
-        """The harmonic mean of both, (J, V, S)."""
-        return 2 * self.right.sum(-1) / np.maximum(self.given.sum(-1) + self.hidden.sum(), 1)
-
-    def best(self, allowed: np.ndarray | None = None) -> tuple[int, int, int]:
-        """The indices of the best F1; of equals the one that restricts least.
+    def best(self, allowed: np.ndarray | bool = True) -> tuple[int, int, int]:
+        """The indices of the best F1 over (J, V, S); of equals the one that restricts least.
 
         Args:
-            allowed: (J, V, S), settings that can be had; None: all.
+            allowed: (J, V, S), settings that can be had.
         """
-        f1 = self.f1() if allowed is None else np.where(allowed, self.f1(), -1.0)
+        f1 = np.where(allowed, np.nan_to_num(self.rates()["f1"]), -1.0)
         # Large K, large λ, low score: the last of equals in this order.
         flipped = f1[::-1, ::-1, :]
         j, v, s = np.unravel_index(int(flipped.argmax()), flipped.shape)
@@ -110,50 +119,35 @@ class PseudoLabelStats:
         queries, labels, scores = (
             x[foreground] for x in (ranking.queries, ranking.classes, ranking.scores)
         )
-        if not len(queries):
-            return
         boxes = box_cxcywh_to_xyxy(predictions.boxes[0, queries])
-        worst = np.zeros(len(boxes), dtype=np.float32)
-        if len(truth):
-            worst = box_iou(boxes, box_cxcywh_to_xyxy(truth.boxes))[0].amax(dim=1).cpu().numpy()
+        worst = box_iou(boxes, box_cxcywh_to_xyxy(truth.boxes))[0].cpu().numpy().max(1, initial=0)
         kept = worst[:, None] <= np.array(self.grid.iou, dtype=np.float32)  # (N, V)
-        ious = _class_ious(boxes, labels, box_cxcywh_to_xyxy(hidden.boxes), hidden.labels)
-        right = np.stack([_match_greedily(ious, column)[0] for column in kept.T], axis=1)
+        objects = box_cxcywh_to_xyxy(hidden.boxes)
+        right = np.zeros_like(kept)
+        for column, found in zip(kept.T, right.T, strict=True):
+            found[column] = match_true_positives(
+                boxes[column], labels[column], objects, hidden.labels
+            )
         rank = np.arange(len(boxes))
         self._rows.append((rank, scores.cpu().numpy(), labels.cpu().numpy(), kept, right))
 
     def count(self) -> Counts:
-        """Counts for all settings at once."""
+        """Counts of all settings, (J, V, S, C)."""
         grid = self.grid
-        shape = (len(grid.k), len(grid.iou), len(grid.score), self.num_classes)
-        given, right = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        shape = (len(grid.k), len(grid.iou), len(grid.score))
+        given, right = np.zeros((2, *shape, self.num_classes), np.int64)
         if self._rows:
-            rank, score, label, kept, found = (
-                np.concatenate(column) for column in zip(*self._rows, strict=True)
-            )
-            # A candidate counts for K > rank and for scores below its own: a histogram, summed up.
-            first_k = np.searchsorted(grid.k, rank, side="right")
-            scores_below = np.searchsorted(np.array(grid.score, np.float32), score, side="left")
-            for v in range(len(grid.iou)):
-                for counts, chosen in ((given, kept[:, v]), (right, found[:, v])):
-                    counts[:, v] = self._histogram(
-                        first_k[chosen], scores_below[chosen], label[chosen]
-                    )
-        return Counts(grid, self.images, given, right, self._hidden)
-
-    def _histogram(self, first_k: np.ndarray, below: np.ndarray, label: np.ndarray) -> np.ndarray:
-        """(J, S, C): candidates by setting of K and score."""
-        shape = (len(self.grid.k) + 1, len(self.grid.score) + 1, self.num_classes)
-        flat = np.ravel_multi_index((first_k, below, label), shape)
-        cells = np.bincount(flat, minlength=int(np.prod(shape))).reshape(shape)
-        cells = cells.cumsum(axis=0)  # a larger K keeps what a smaller one does
-        cells = cells[:, ::-1].cumsum(axis=1)[:, ::-1]  # as does a lower score
-        return cells[:-1, 1:]
+            rank, score, label, kept, found = map(np.concatenate, zip(*self._rows, strict=True))
+            for j, v, s in np.ndindex(shape):
+                chosen = (rank < grid.k[j]) & (score > np.float32(grid.score[s])) & kept[:, v]
+                for counts, rows in ((given, chosen), (right, chosen & found[:, v])):
+                    counts[j, v, s] = np.bincount(label[rows], minlength=self.num_classes)
+        return Counts(self.images, given, right, self._hidden)
 
 
 def match_true_positives(
     boxes: Tensor, labels: Tensor, objects: Tensor, object_labels: Tensor
-) -> tuple[np.ndarray, np.ndarray]:
+) -> np.ndarray:
     """Which boxes match an object of their class at IoU ≥ 0.5, the first ones choosing first.
 
     Args:
@@ -163,27 +157,14 @@ def match_true_positives(
         object_labels: (M,).
 
     Returns:
-        (N,) which boxes are true positives, (M,) which objects are found.
+        (N,) which boxes are true positives.
     """
-    ious = _class_ious(boxes, labels, objects, object_labels)
-    return _match_greedily(ious, np.ones(len(boxes), dtype=bool))
-
-
-def _class_ious(
-    boxes: Tensor, labels: Tensor, objects: Tensor, object_labels: Tensor
-) -> np.ndarray:
-    """IoUs of boxes with objects, zero where their classes differ, (N, M)."""
     ious = box_iou(boxes, objects)[0].cpu().numpy()
     ious[labels.cpu().numpy()[:, None] != object_labels.cpu().numpy()] = 0.0
-    return ious
-
-
-def _match_greedily(ious: np.ndarray, taking_part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of (N, M) that match a free column, in order; and the columns that are matched."""
-    right, found = (np.zeros(size, dtype=bool) for size in ious.shape)
-    if len(found):
-        for row in np.flatnonzero(taking_part & (ious.max(axis=1) >= MATCH_IOU)):
-            column = int(np.argmax(np.where(found, 0.0, ious[row])))
-            if not found[column] and ious[row, column] >= MATCH_IOU:
-                right[row] = found[column] = True
-    return right, found
+    right = np.zeros(len(ious), dtype=bool)
+    for row in np.flatnonzero(ious.max(axis=1, initial=0.0) >= MATCH_IOU):
+        column = ious[row].argmax()
+        if ious[row, column] >= MATCH_IOU:
+            right[row] = True
+            ious[:, column] = 0.0  # nothing else can match it
+    return right

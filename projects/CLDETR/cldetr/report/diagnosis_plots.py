@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from matplotlib.axes import Axes
 
 from cldetr.analysis.diagnose import Diagnosis
@@ -32,7 +33,7 @@ def write_diagnosis_plots(diagnoses: Sequence[Diagnosis], folder: Path) -> None:
 
 def _settings(diagnosis: Diagnosis) -> Plot:
     """Precision, recall and F1 by score, K and λ, each from the recommended setting."""
-    grid, rule = diagnosis.counts.grid, diagnosis.rule
+    grid, rule = diagnosis.grid, diagnosis.rule
     topk = rule.select == "topk"
     foreground = rule.foreground if topk and not diagnosis.softmax else None
     axes: list[tuple[str, int, Sequence[float], float | None]] = [
@@ -76,9 +77,9 @@ def _draw_axis(
 ) -> None:
     counts, best = diagnosis.counts, diagnosis.best
     index: list[Any] = [*best[:axis], slice(None), *best[axis + 1 :]]
-    rates = (counts.precision(), counts.recall(), counts.f1())
-    for rate, table in zip(_RATES, rates, strict=True):
-        ax.plot(values, table[tuple(index)], color=_RATES[rate], marker="o", markersize=3.5)
+    rates = counts.rates()
+    for rate, colour in _RATES.items():
+        ax.plot(values, rates[rate.lower()][tuple(index)], color=colour, marker="o", markersize=3.5)
     ax.axvline(values[best[axis]], color=MUTED, alpha=0.35, linewidth=5)
     if own is not None:
         ax.axvline(own, color=MUTED, linestyle="--", linewidth=1)
@@ -93,9 +94,10 @@ def _draw_axis(
 
 def _draw_classes(diagnosis: Diagnosis, labels: Sequence[int], ax: Axes) -> None:
     for row, label in enumerate(labels):
-        rates = diagnosis.rates(diagnosis.best, [label])
+        rates = diagnosis.counts.rates([label])
         for shift, name in ((-0.19, "precision"), (0.19, "recall")):
-            ax.barh(row + shift, rates[name] or 0.0, 0.36, color=_RATES[name])
+            value = np.nan_to_num(rates[name][diagnosis.best])
+            ax.barh(row + shift, value, 0.36, color=_RATES[name])
     hidden = diagnosis.counts.hidden
     plotting.name_rows(ax, [f"{diagnosis.names[label]} ({hidden[label]})" for label in labels])
     ax.set_xlim(0, 1)
