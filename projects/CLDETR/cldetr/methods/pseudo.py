@@ -165,7 +165,7 @@ def make_pseudo_labels(
             probs = torch.cat([probs, background[images, queries, None]], dim=1)
             probs = probs / probs.sum(dim=1, keepdim=True)
     found = Target(ranking.classes[images, ranks], boxes[images, queries], probs)
-    return _split(found, images, len(scores))
+    return _split(found, ranking.chosen.sum(dim=1).tolist())
 
 
 def candidates(pred: Predictions, rule: PseudoRule) -> Tensor:
@@ -200,11 +200,14 @@ def _drop_in_batch(
     wanted = pad_rows(corners, *row_indices(others, corners.device), others)[images]  # (P, T, 4)
     exists = torch.arange(max(others)) < torch.tensor(others)[:, None]
     iou = box_iou(box_cxcywh_to_xyxy(together.boxes)[:, None], wanted)[0][:, 0]
-    worst = iou.masked_fill(~exists.to(iou.device)[images], -1.0).amax(dim=1)
+    exists = exists.to(iou.device, non_blocking=True)
+    worst = iou.masked_fill(~exists[images], -1.0).amax(dim=1)
     clear = worst < rule.iou if rule.drop_at_iou else worst <= rule.iou
-    probs = None if together.probs is None else together.probs[clear]
-    kept = Target(together.labels[clear], together.boxes[clear], probs)
-    return _split(kept, images[clear], len(pseudos))
+    sizes = torch.zeros(len(counts), dtype=torch.int64, device=clear.device)
+    sizes = sizes.index_add_(0, images, clear.long()).tolist()
+    rows = clear.nonzero()[:, 0]  # once: each index by a mask would make the host wait for a GPU
+    probs = None if together.probs is None else together.probs[rows]
+    return _split(Target(together.labels[rows], together.boxes[rows], probs), sizes)
 
 
 def merge(truth: Target, pseudo: Target, limit: int) -> tuple[Target, int]:
@@ -308,10 +311,9 @@ def _join(targets: Sequence[Target]) -> Target:
     )
 
 
-def _split(together: Target, images: Tensor, count: int) -> list[Target]:
-    """The labels of each of `count` images; label i is of `images[i]`, which ascend."""
-    sizes = images.bincount(minlength=count).tolist()
-    probs = [None] * count if together.probs is None else together.probs.split(sizes)
+def _split(together: Target, sizes: list[int]) -> list[Target]:
+    """The labels of each image, of which there are `sizes`, one image after the other."""
+    probs = [None] * len(sizes) if together.probs is None else together.probs.split(sizes)
     return [
         Target(*parts)
         for parts in zip(
