@@ -6,11 +6,13 @@
     python train_net.py --config-file configs/lazy/70_10.py dataloader.train.total_batch_size=16
 
 The same command with --resume goes on where a run stopped. Copy this script to bring a loader, an
-optimizer, a hook or an evaluator of your own: see docs/extending.md.
+optimizer, a hook or an evaluator of your own: see docs/extending.md. An installed package has it as
+`python -m cldetr.train`.
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +23,7 @@ from detectron2.utils import comm
 from cldetr.config import load_config
 from cldetr.engine import IncrementalTrainer, default_argument_parser, default_setup, launch
 from cldetr.evaluation.results import format_entry
-from cldetr.train import show_run
+from cldetr.report.after_run import show_run
 
 
 class Trainer(IncrementalTrainer):
@@ -51,9 +53,10 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
-if __name__ == "__main__":
-    args = default_argument_parser().parse_args()
-    status = launch(
+def run(argv: Sequence[str] | None = None) -> int:
+    """Runs a command line in one or several processes; returns the exit status."""
+    args = default_argument_parser().parse_args(argv)
+    return launch(
         main,
         args.num_gpus,
         num_machines=args.num_machines,
@@ -62,4 +65,7 @@ if __name__ == "__main__":
         args=(args,),
         timeout=timedelta(minutes=args.timeout),
     )
-    sys.exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(run())

@@ -131,7 +131,7 @@ def _late(tally: Tally, data: tiny.TinyData, work: Path) -> None:
 def _fail() -> None:
     """Gives a process the user's trainer with a hook that fails in its last training stage."""
     user_project.Trainer.fault = "Hook.after_step"
-    cldetr.train.IncrementalTrainer = user_project.Trainer  # type: ignore[misc]
+    cldetr.train.Trainer = user_project.Trainer  # type: ignore[misc]
 
 
 DELAYED = ("_finished", "load_trained_detector", "_save", "_load")

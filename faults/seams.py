@@ -54,7 +54,7 @@ def _use(fault: str) -> Callable[[], None]:
 
     def before() -> None:
         user_project.Trainer.fault = fault
-        cldetr.train.IncrementalTrainer = user_project.Trainer  # type: ignore[misc]
+        cldetr.train.Trainer = user_project.Trainer  # type: ignore[misc]
 
     return before
 

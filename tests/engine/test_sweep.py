@@ -1,5 +1,6 @@
 """Sweeps: what runs, what is shared, skipped and refused, here and as jobs of a cluster."""
 
+import dataclasses
 import json
 import pickle
 import shutil
@@ -13,11 +14,9 @@ from cldetr.config_files import compose
 from cldetr.engine.cluster import run_on_cluster
 from cldetr.engine.sweep import (
     Experiment,
-    JobGroup,
     _slot,
     collect,
     first_phase_digest,
-    job_names,
     make_job,
     plan,
     run_with_dependencies,
@@ -44,9 +43,9 @@ def pretend_to_begin(job, first_phase_finished=False, **changes):
 
 
 def test_runs_carry_their_seed_and_share_the_first_phase(tmp_path):
-    groups = plan(experiments("70_10", "70_10_lwf"), [4, 5], tmp_path, share_first=True)
-    assert len(groups) == 2
-    first, (second,) = groups[0].leader, groups[0].dependents
+    jobs = plan(experiments("70_10", "70_10_lwf"), [4, 5], tmp_path, share_first=True)
+    assert [job.leader for job in jobs] == [None, jobs[0], None, jobs[2]]
+    first, second = jobs[:2]
     assert {second.cfg.SEED, second.cfg.SCENARIO.CLASS_SEED, second.cfg.SCENARIO.DATA_SEED} == {4}
     assert str(first.folder / "phase1/train/model.pth") == second.cfg.MODEL.DETECTOR
     assert first.cfg.MODEL.DETECTOR == ""
@@ -61,27 +60,26 @@ def test_runs_carry_their_seed_and_share_the_first_phase(tmp_path):
 
 def test_first_phases_that_differ_are_not_shared(tmp_path):
     names = ["70_10", "40_40", "70_10_lwf", "40_40_erd", "70_10_up_detr", "70_10_traditional"]
-    groups = plan(experiments(*names), [0], tmp_path, share_first=True)
-    assert [[job.name for job in group.jobs] for group in groups] == [
-        ["70_10", "70_10_lwf"],
-        ["40_40", "40_40_erd"],
-        ["70_10_up_detr"],
-        ["70_10_traditional"],
-    ]
+    jobs = plan(experiments(*names), [0], tmp_path, share_first=True)
+    assert [job.name for job in jobs] == names
+    assert {job.name: job.leader.name for job in jobs if job.leader} == {
+        "70_10_lwf": "70_10",
+        "40_40_erd": "40_40",
+    }
 
 
 def test_rows_of_unseen_classes_are_part_of_the_first_phase(tmp_path):
     pair = experiments("shapes", "ablation_released")
-    assert len(plan(pair, [0], tmp_path, share_first=True)) == 2
+    assert not any(job.leader for job in plan(pair, [0], tmp_path, share_first=True))
 
 
 def test_a_first_phase_of_an_earlier_sweep_is_taken_over(tmp_path):
     """Whichever run of a table led before: the rows that tables share train once."""
     (earlier,) = plan(experiments("70_10_lwf"), [0], tmp_path)
-    pretend_to_begin(earlier.leader, first_phase_finished=True)
-    groups = plan(experiments("70_10", "70_10_lwf", "40_40"), [0], tmp_path, share_first=True)
-    jobs = {job.name: job for group in groups for job in group.jobs}
-    assert str(earlier.leader.first_model) == jobs["70_10"].cfg.MODEL.DETECTOR
+    pretend_to_begin(earlier, first_phase_finished=True)
+    trio = experiments("70_10", "70_10_lwf", "40_40")
+    jobs = {job.name: job for job in plan(trio, [0], tmp_path, share_first=True)}
+    assert str(earlier.first_model) == jobs["70_10"].cfg.MODEL.DETECTOR
     assert jobs["70_10_lwf"].cfg.MODEL.DETECTOR == ""
     assert jobs["40_40"].cfg.MODEL.DETECTOR == ""
 
@@ -90,48 +88,45 @@ def test_results_come_in_the_order_of_the_experiments(tmp_path, monkeypatch):
     """Changes in a table are against the first, whichever run leads or takes a phase over."""
     pair = experiments("70_10", "70_10_lwf")
     (lwf,) = plan(pair[1:], [0], tmp_path)
-    pretend_to_begin(lwf.leader, first_phase_finished=True)
-    groups = plan(pair, [0], tmp_path, share_first=True)
-    for job in (job for group in groups for job in group.jobs):
+    pretend_to_begin(lwf, first_phase_finished=True)
+    jobs = plan(pair, [0], tmp_path, share_first=True)
+    for job in jobs:
         if not job.begun:
             pretend_to_begin(job)
         (job.folder / "results.json").write_text("{}")
     monkeypatch.setattr("cldetr.engine.sweep.load_results", lambda path: {})
-    backwards = collect(groups[::-1], job_names(pair).values())
-    assert list(backwards.results) == ["70_10", "70_10_lwf"]
+    results, _ = collect(jobs)
+    assert list(results) == ["70_10", "70_10_lwf"]
 
 
 def test_a_run_keeps_the_first_phase_that_it_began_with(tmp_path):
     """Also when its folder was copied and when the next sweep shares or does not share."""
     out = tmp_path / "out"
-    (group,) = plan(experiments("70_10", "70_10_lwf"), [0], out, share_first=True)
-    for job in group.jobs:
+    for job in plan(experiments("70_10", "70_10_lwf"), [0], out, share_first=True):
         pretend_to_begin(job)
     for folder in (out, tmp_path / "copy"):
         if not folder.exists():
             shutil.copytree(out, folder)
             shutil.rmtree(out)
         for share in (False, True):
-            groups = plan(experiments("70_10", "70_10_lwf"), [0], folder, share_first=share)
-            for job in (job for group in groups for job in group.jobs):
+            for job in plan(experiments("70_10", "70_10_lwf"), [0], folder, share_first=share):
                 assert job.differences() == []
 
 
 def test_runs_that_began_with_their_own_first_phase_keep_it(tmp_path):
     pair = experiments("70_10", "70_10_lwf")
-    for group in plan(pair, [0], tmp_path):
-        pretend_to_begin(group.leader)
-    for group in plan(pair, [0], tmp_path, share_first=True):
-        assert [job.differences() for job in group.jobs] == [[] for _ in group.jobs]
+    for job in plan(pair, [0], tmp_path):
+        pretend_to_begin(job)
+    for job in plan(pair, [0], tmp_path, share_first=True):
+        assert job.differences() == []
 
 
 def test_a_first_phase_of_another_run_is_refused(tmp_path):
-    (group,) = plan(experiments("70_10", "70_10_lwf"), [0], tmp_path, share_first=True)
-    leader, (second,) = group.leader, group.dependents
+    leader, second = plan(experiments("70_10", "70_10_lwf"), [0], tmp_path, share_first=True)
     pretend_to_begin(leader, SEED=9)
     pretend_to_begin(second)
-    for job in plan(experiments("70_10_lwf"), [0], tmp_path)[0].jobs:
-        assert job.differences()[0].startswith("MODEL.DETECTOR")
+    (job,) = plan(experiments("70_10_lwf"), [0], tmp_path)
+    assert job.differences()[0].startswith("MODEL.DETECTOR")
 
 
 def test_different_experiments_have_different_folders(tmp_path):
@@ -145,23 +140,22 @@ def test_different_experiments_have_different_folders(tmp_path):
     twice = [Experiment("70_10", cfg), Experiment("70_10", cfg.clone())]
     assert len(plan(twice, [0], tmp_path)) == 1
     same_name = plan([Experiment("a", cfg), Experiment("a", other)], [0], tmp_path)
-    assert len({group.leader.name for group in same_name}) == 2
+    assert len({job.name for job in same_name}) == 2
 
 
 def test_a_planted_result_is_not_shown(tmp_path):
     """A strict result in the folder of a traditional run: named with what differs, no number."""
-    (group,) = plan(experiments("70_10_traditional"), [0], tmp_path)
-    job = group.leader
+    (job,) = plan(experiments("70_10_traditional"), [0], tmp_path)
     pretend_to_begin(job, **{"SCENARIO.PROTOCOL": "strict"})
     (job.folder / "results.json").write_text("{}")
-    found = collect([group])
-    assert found.results == {}
-    assert "SCENARIO.PROTOCOL: 'strict' there, 'traditional' here" in found.refused[0]
+    results, refused = collect([job])
+    assert results == {}
+    assert "SCENARIO.PROTOCOL: 'strict' there, 'traditional' here" in refused[0]
     assert not job.finished
     with pytest.raises(InputError, match="holds another run"):
         job.run()
     (job.folder / "identity.json").unlink()
-    assert "without the identity.json" in collect([group]).refused[0]
+    assert "without the identity.json" in collect([job])[1][0]
 
 
 def test_the_first_phase_does_not_depend_on_what_comes_later():
@@ -182,8 +176,8 @@ def test_the_first_phase_does_not_depend_on_what_comes_later():
 
 
 def test_each_run_has_its_gpus(tmp_path, monkeypatch):
-    (group,) = plan(experiments("70_10"), [0], tmp_path, gpus=4)
-    words = group.leader.command()
+    (job,) = plan(experiments("70_10"), [0], tmp_path, gpus=4)
+    words = job.command()
     assert words[words.index("--num-gpus") + 1] == "4"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5,7")  # what a cluster allocated
     assert _slot(1, 2, 2) == {"CUDA_VISIBLE_DEVICES": "5,7"}
@@ -207,9 +201,10 @@ def test_a_run_gets_all_gpus_unless_told_otherwise(tmp_path, monkeypatch, capsys
 
 
 def test_runs_wait_for_their_leader_and_a_failure_stops_only_what_needs_it(tmp_path):
-    cfg = compose(["shapes"])
-    a, a1, a2, b, b1 = (
-        make_job(name, cfg, tmp_path / name) for name in ["a", "a1", "a2", "b", "b1"]
+    a, b = (make_job(name, compose(["shapes"]), tmp_path / name) for name in "ab")
+    a1, a2, b1 = (
+        dataclasses.replace(leader, name=name, leader=leader)
+        for name, leader in {"a1": a, "a2": a, "b1": b}.items()
     )
     done = []
 
@@ -218,9 +213,8 @@ def test_runs_wait_for_their_leader_and_a_failure_stops_only_what_needs_it(tmp_p
             raise InputError("b ended with 1")
         done.append(task.name)
 
-    groups = [JobGroup(a, (a1, a2)), JobGroup(b, (b1,))]
     with ThreadPoolExecutor(2) as pool, pytest.raises(InputError, match="b ended with 1"):
-        run_with_dependencies(groups, lambda task: pool.submit(execute, task))
+        run_with_dependencies([a1, a, b1, b, a2], lambda task: pool.submit(execute, task))
     assert done[0] == "a"
     assert sorted(done) == ["a", "a1", "a2"]
 
@@ -278,15 +272,13 @@ def test_jobs_of_a_cluster_run_and_fail_by_name(tmp_path, tiny_shapes):
     pytest.importorskip("submitit")
     parameters = {"timeout_min": 5}
     good = Experiment("tiny", load_config(TINY, tiny_shapes))
-    groups = plan([good], [0], tmp_path / "good")
-    assert identity(pickle.loads(pickle.dumps(groups[0].leader)).cfg) == identity(
-        groups[0].leader.cfg
-    )
-    run_on_cluster(groups, tmp_path / "good", "local", parameters)
-    assert list(collect(groups).results["tiny"]) == [0]
+    jobs = plan([good], [0], tmp_path / "good")
+    assert identity(pickle.loads(pickle.dumps(jobs[0])).cfg) == identity(jobs[0].cfg)
+    run_on_cluster(jobs, tmp_path / "good", "local", parameters)
+    assert list(collect(jobs)[0]["tiny"]) == [0]
     wrong = Experiment("tiny", load_config(TINY, [*tiny_shapes, "SCENARIO.NAME", "9+9"]))
-    groups = plan([wrong], [0], tmp_path / "bad")
+    jobs = plan([wrong], [0], tmp_path / "bad")
     with pytest.raises(InputError, match=r"seed0.*job"):
-        run_on_cluster(groups, tmp_path / "bad", "local", parameters)
+        run_on_cluster(jobs, tmp_path / "bad", "local", parameters)
     with pytest.raises(InputError, match="submitit refuses"):
-        run_on_cluster(groups, tmp_path / "bad", "local", {"slurm_patition": "gpu"})
+        run_on_cluster(jobs, tmp_path / "bad", "local", {"slurm_patition": "gpu"})

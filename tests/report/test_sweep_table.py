@@ -7,8 +7,7 @@ import pytest
 
 from cldetr.config import check_keys, method_of, schedule_of
 from cldetr.config_files import compose
-from cldetr.errors import InputError
-from cldetr.report.paper import find_table, paper_tables
+from cldetr.report.paper import paper_tables
 from cldetr.report.sweep_table import (
     csv_text,
     latex,
@@ -55,7 +54,7 @@ def test_equal_method_names_give_way_to_the_configs():
 
 
 def test_the_papers_figures_stand_beside_ours():
-    table = find_table("1")
+    table = paper_tables()["1"]
     rows = table_rows(table, {"70_10_lwf": {0: results(25.0)}})
     (line,) = [line for line in markdown(rows, table.columns).splitlines() if "10, LwF" in line]
     assert line.startswith("| 70+10, LwF | 1 | 25.0 (24.5 ± 0.3) | 26.0 (36.6 ± 0.2) | – (26.7")
@@ -80,11 +79,6 @@ def test_heads_are_the_papers():
     ]
 
 
-def test_an_unknown_table_lists_the_known_ones():
-    with pytest.raises(InputError, match="S-oracles"):
-        find_table("9")
-
-
 def test_every_row_has_a_run_that_computes_it():
     """Rows without one are those that the paper quotes on GFLv1."""
     for table in paper_tables().values():
@@ -107,17 +101,17 @@ def test_every_row_has_a_run_that_computes_it():
 
 def test_our_ablation_compares_every_row_with_the_first():
     found = {"shapes": {0: results(40.0)}, "ablation_lwf": {0: results(38.0)}}
-    rows = {row.label: row for row in table_rows(find_table("ablation"), found)}
+    rows = {row.label: row for row in table_rows(paper_tables()["ablation"], found)}
     assert rows["LwF"].change == (-2.0, None)
     assert rows["CL-DETR"].change is None
     assert rows["DKD"].change is None  # not run
-    assert all(row.change is None for row in table_rows(find_table("2"), found))
+    assert all(row.change is None for row in table_rows(paper_tables()["2"], found))
 
 
 def test_the_papers_fpp_is_the_first_phases_ap_less_the_lasts():
     """43.3 = 41.8 + 1.5 on the 70 classes: a check of the entered figures against one another."""
     for name in ("2", "S-methods", "S-exemplars"):
-        for row in find_table(name).rows:
+        for row in paper_tables()[name].rows:
             total = row.figures["old.AP"][0] + row.figures["fpp.AP"][0]
             assert total == pytest.approx(43.3, abs=0.05), row.label
 
@@ -142,7 +136,7 @@ def test_runs_state_what_their_tables_vary():
 
 def test_rows_without_calibration_train_as_long_as_the_others_in_both_steps():
     for table in ("1", "2", "S-traditional", "S-oracles", "multi-phase"):
-        for name in find_table(table).runs():
+        for name in paper_tables()[table].runs():
             cfg = compose([name])
             schedule, method = schedule_of(cfg), method_of(cfg)
             epochs = schedule.train.epochs + (schedule.calibrate.epochs if method.calibrate else 0)

@@ -54,7 +54,10 @@ def find_config(name: str) -> Path:
             f"{stem} is a run of {_RUNS}, not a file: `cldetr configs {stem} --write FILE.yaml` "
             "makes one of it"
         )
-    raise _unknown(name)
+    known = [*files, *named_runs()]
+    raise InputError(
+        f"no config is called {name!r}{suggest(name, known)} (`cldetr configs` lists all)"
+    )
 
 
 @functools.cache
@@ -142,14 +145,5 @@ def _keys(name: str) -> dict[str, Any]:
     run = named_runs().get(name)
     if run is None:
         return dict(leaves(CfgNode.load_yaml_with_base(str(find_config(name)))))
-    keys: dict[str, Any] = {}
-    for part in run.parts:
-        keys |= _keys(part)
-    return {**keys, **run.keys}
-
-
-def _unknown(name: str) -> InputError:
-    known = [*config_files(), *named_runs()]
-    return InputError(
-        f"no config is called {name!r}{suggest(name, known)} (`cldetr configs` lists all)"
-    )
+    parts = [*map(_keys, run.parts), run.keys]
+    return {key: value for keys in parts for key, value in keys.items()}

@@ -49,7 +49,7 @@ def examine(data_root: Path, output: Path) -> Iterator[Finding]:
     torch, finding = _imported("torch", "torch")
     yield finding
     if torch:
-        yield from _cuda(torch)
+        yield _cuda(torch)
         yield _torchvision(torch)
     yield _detectron2()
     if torch:
@@ -106,35 +106,25 @@ def _imported(name: str, module: str) -> tuple[ModuleType | None, Finding]:
     try:
         found = importlib.import_module(module)
     except Exception as error:  # a broken binary raises anything: OSError, RuntimeError, …
-        reason = "not installed" if _is_absent(error, module) else f"does not import: {error}"
+        absent = isinstance(error, ModuleNotFoundError) and error.name == module
+        reason = "not installed" if absent else f"does not import: {error}"
         return None, Finding(name, "fail", reason.splitlines()[0], _SETUP)
     return found, Finding(name, "ok", str(found.__version__))
 
 
-def _is_absent(error: Exception, module: str) -> bool:
-    return isinstance(error, ModuleNotFoundError) and error.name == module
-
-
-def _cuda(torch: ModuleType) -> Iterator[Finding]:
+def _cuda(torch: ModuleType) -> Finding:
     built = torch.version.cuda
-    if not built:
-        yield Finding(
-            "CUDA",
-            "warn",
-            "this torch is built without CUDA: training runs on the CPU",
-            "fine for the embedded data set; for COCO install a CUDA build of torch",
-        )
-    elif torch.cuda.is_available():
+    if torch.cuda.is_available():
         devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
         names = ", ".join(f"{d.name} ({d.total_memory / _GIB:.0f} GiB)" for d in devices)
-        yield Finding("CUDA", "ok", f"{built}; {len(devices)} device(s): {names}")
+        return Finding("CUDA", "ok", f"{built}; {len(devices)} device(s): {names}")
+    if built:
+        text = f"torch is built for {built}, but no device is visible"
+        fix = "check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
     else:
-        yield Finding(
-            "CUDA",
-            "warn",
-            f"torch is built for {built}, but no device is visible: training runs on the CPU",
-            "fine for the embedded data set; for COCO check `nvidia-smi` and CUDA_VISIBLE_DEVICES",
-        )
+        text, fix = "this torch is built without CUDA", "install a CUDA build of torch"
+    text += ": training runs on the CPU"
+    return Finding("CUDA", "warn", text, f"fine for the embedded data set; for COCO {fix}")
 
 
 def _torchvision(torch: ModuleType) -> Finding:
@@ -195,24 +185,18 @@ def _operators(torch: ModuleType) -> Iterator[Finding]:
 
 
 def _data_sets(root: Path) -> Iterator[Finding]:
-    coco = [
-        *(f"coco/annotations/instances_{split}2017.json" for split in ("train", "val")),
-        *(f"coco/{split}2017" for split in ("train", "val")),
-    ]
+    fix = "datasets/README.md shows the layout; or set DETECTRON2_DATASETS"
     yield _data_set(
-        "COCO 2017", root, coco, "datasets/README.md shows the layout; or set DETECTRON2_DATASETS"
+        "COCO 2017", root / "coco", ["annotations/instances_{}2017.json", "{}2017"], fix
     )
-    shapes = [
-        *(f"shapes/annotations/instances_{split}.json" for split in ("train", "val")),
-        *(f"shapes/images/{split}" for split in ("train", "val")),
-    ]
     # The folder that `cldetr shapes` writes to and configs read from, whatever Detectron2's is.
-    yield _data_set("shapes", Path("datasets"), shapes, "`cldetr shapes`, in seconds")
+    forms = ["annotations/instances_{}.json", "images/{}"]
+    yield _data_set("shapes", Path("datasets/shapes"), forms, "`cldetr shapes`, in seconds")
 
 
-def _data_set(name: str, root: Path, paths: list[str], fix: str) -> Finding:
-    absent = [path for path in paths if not (root / path).exists()]
-    folder = root / Path(paths[0]).parts[0]
+def _data_set(name: str, folder: Path, forms: list[str], fix: str) -> Finding:
+    paths = [form.format(split) for form in forms for split in ("train", "val")]
+    absent = [path for path in paths if not (folder / path).exists()]
     if not absent:
         return Finding(name, "ok", f"at {folder}")
     if len(absent) == len(paths):
@@ -273,10 +257,4 @@ def _processor(torch: ModuleType | None) -> Finding:
 
 def _release(version: str) -> tuple[int, ...]:
     """Reads the numbers a version begins with: (2, 1) of "2.1rc1"."""
-    numbers = []
-    for part in version.split("."):
-        match = re.match(r"\d+", part)
-        if match is None:
-            break
-        numbers.append(int(match[0]))
-    return tuple(numbers)
+    return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", version)[0])))

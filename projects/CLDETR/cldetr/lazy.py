@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -113,7 +114,7 @@ def lazy_part(cfg: CfgNode, name: str, **changes: Any) -> Any:
         name: the part.
         changes: values of fields of the part, which must have these fields; `__` stands for a dot.
     """
-    node: Any = OmegaConf.create(_to_plain(cfg.LAZY), flags={"allow_objects": True})
+    node: Any = OmegaConf.create(json.loads(json.dumps(cfg.LAZY)), flags={"allow_objects": True})
     for word in name.split("."):
         node = node.get(word) if isinstance(node, DictConfig) else None
     if node is None:
@@ -157,11 +158,11 @@ def _to_config(tree: dict[str, Any], path: str) -> CfgNode:
     problems = []
     for name in _PARTS:
         part = _take(tree, name)
-        if part is not None:
-            values |= {f"LAZY.{name}.{key}": value for key, value in _items(part)}
-            for key, value in _items(part):  # what the run must know of it
-                if f"{name}.{key}" in _KEYS:
-                    values[_KEYS[f"{name}.{key}"]] = value
+        if part is not None:  # a list of parts is one value
+            items = dict(leaves({name: part}))
+            values |= {f"LAZY.{key}": value for key, value in items.items()}
+            # What the run must know of it.
+            values |= {_KEYS[key]: value for key, value in items.items() if key in _KEYS}
     known = [*_KEYS, *(key.lower() for key, _ in leaves(cfg))]
     for key, value in leaves(tree):
         target = _KEYS.get(key, key.upper() if key.split(".")[0] in _YAML_SECTIONS else "")
@@ -188,22 +189,6 @@ def _take(tree: dict[str, Any], name: str) -> Any:
     if lazy and all(isinstance(each, Mapping) and "_target_" in each for each in lazy):
         return node.pop(last)
     return None
-
-
-def _items(part: Any) -> Iterator[tuple[str, Any]]:
-    """The values of a part by their paths; a list of parts is one value."""
-    if isinstance(part, Mapping):
-        yield from leaves(part)
-    else:
-        yield "all", part
-
-
-def _to_plain(node: Any) -> Any:
-    if isinstance(node, Mapping):
-        if set(node) == {"all"}:
-            return node["all"]
-        return {key: _to_plain(value) for key, value in node.items()}
-    return node
 
 
 def _override(tree: DictConfig, text: str) -> None:

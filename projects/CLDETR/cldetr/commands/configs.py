@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from tabulate import tabulate
+
 from cldetr.config import check_keys
 from cldetr.config_files import (
     CONFIGS,
@@ -40,8 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Lists all configs, or composes one and prints or writes the keys that are not default."""
     if not args.names:
-        for line in listing():
-            print(line)
+        print(listing())
         return 0
     cfg = compose(args.names, args.set)
     check_keys(cfg)
@@ -55,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def listing() -> list[str]:
-    """The lines of the list: runs first, then the parts that they are composed of."""
+def listing() -> str:
+    """The list: runs first, then the parts that they are composed of."""
     shown: dict[str, list[str]] = {}
     for table in paper_tables().values():
         for row in table.rows:
@@ -67,25 +68,16 @@ def listing() -> list[str]:
         **{name: first_comment(path) for name, path in files.items()},
         **{name: run.about for name, run in named_runs().items()},
     }
-    rows = [["name", "method", "scenario", "detector", "data", "tables", "what"]]
+    headers, rows = ["name", "method", "scenario", "detector", "data", "tables", "what"], []
     for name, text in about.items():
         cfg = compose([name])
         scenario = f"{cfg.SCENARIO.NAME} {cfg.SCENARIO.PROTOCOL}"
         parts = [part_from("detector", name), part_from("data", name)]
         tables = ", ".join(shown.get(name, []))
         rows.append([name, cfg.METHOD.NAME, scenario, *parts, tables, text])
-    lines = _columns(rows)
+    blocks = [tabulate(rows, headers, "plain", disable_numparse=True)]
     for folder in ("detector", "data", "scenario", "method"):
-        lines += ["", f"parts: {folder}"]
-        lines += _columns(
-            [[f"  {name}", first_comment(find_config(name))] for name in folder_names(folder)]
-        )
-    return lines
-
-
-def _columns(rows: list[list[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+        rows = [[name, first_comment(find_config(name))] for name in folder_names(folder)]
+        table = tabulate(rows, tablefmt="plain", disable_numparse=True)
+        blocks.append(f"parts: {folder}\n{table}")
+    return "\n\n".join(blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,13 +16,21 @@ from cldetr.config import check_keys, load_config, merge_overrides
 from cldetr.config_files import compose, folder_names, part_from
 from cldetr.engine.cluster import run_on_cluster
 from cldetr.engine.initial_weights import check_weights
-from cldetr.engine.sweep import Collected, Experiment, JobGroup, collect, job_names, plan, run_here
+from cldetr.engine.sweep import Experiment, collect, plan, run_here
 from cldetr.errors import InputError
 from cldetr.files import atomic_path
 from cldetr.report.comparison import write_comparison
-from cldetr.report.paper import PaperTable, find_table, paper_tables
+from cldetr.report.paper import paper_tables
 from cldetr.report.rundir import read_run
-from cldetr.report.sweep_table import COLUMNS, csv_text, latex, markdown, own_rows, table_rows
+from cldetr.report.sweep_table import (
+    COLUMNS,
+    RUNS,
+    csv_text,
+    latex,
+    markdown,
+    own_rows,
+    table_rows,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,34 +97,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs what is not finished, prints the table and writes it as Markdown, CSV and LaTeX."""
-    table = find_table(args.table) if args.table else None
-    if bool(args.configs) == bool(table):
+    if bool(args.configs) == bool(args.table):
         raise InputError("a sweep takes configs, or a table by --table")
+    names = paper_tables()[args.table].runs() if args.table else args.configs
     weights = _weights(args.weights)
-    experiments = [
-        _experiment(name, args.set, weights) for name in (table.runs() if table else args.configs)
-    ]
-    parameters = _job_parameters(args.job)
+    experiments = [_experiment(name, args.set, weights) for name in names]
+    parameters = {name: yaml.safe_load(value) for name, value in _pairs(args.job, "--job")}
     devices = torch.cuda.device_count()
     gpus = args.gpus_per_run
     if gpus is None:
-        gpus = int(str(parameters.get("gpus_per_node", devices))) if args.cluster else devices
-    groups = plan(experiments, args.seeds, args.out, share_first=args.share_first, gpus=gpus)
+        gpus = int(parameters.get("gpus_per_node", devices)) if args.cluster else devices
+    jobs = plan(experiments, args.seeds, args.out, share_first=args.share_first, gpus=gpus)
     room = devices // gpus if gpus else 1
     if not (room or args.parallel or args.cluster or args.table_only):
         raise InputError(f"a run wants {gpus} GPUs, this machine has {devices}")
     try:
         if not args.table_only:
-            _check_weights(groups)
+            for job in jobs:  # before anything is trained; finished runs do not need them
+                if not job.finished:
+                    check_weights(job.cfg.MODEL.WEIGHTS)
             if args.cluster:
-                run_on_cluster(groups, args.out, args.cluster, parameters)
+                run_on_cluster(jobs, args.out, args.cluster, parameters)
             else:
-                run_here(groups, args.parallel or room)
+                run_here(jobs, args.parallel or room)
     finally:  # also with a run that failed: the table of the others
-        found = collect(groups, job_names(experiments).values())
-        _write_table(args, table, found)
-    if found.results:
-        _write_page(groups, args.out)
+        _write_table(args, *collect(jobs))
+    finished = [read_run(job.folder) for job in jobs if job.finished]
+    if finished:
+        page = write_comparison(finished, args.out / "report")
+        print(f"\nThe runs side by side: {page}")
     return 0
 
 
@@ -134,38 +143,39 @@ def _experiment(name: str, overrides: Sequence[str], weights: dict[str, str]) ->
 
 def _weights(words: Sequence[str]) -> dict[str, str]:
     """`DETECTOR=FILE` words as weights by detector."""
-    weights = {}
-    for word in words:
-        detector, equals, path = word.partition("=")
-        if not equals or detector not in folder_names("detector"):
+    weights = dict(_pairs(words, "--weights"))
+    detectors = folder_names("detector")
+    for detector, path in weights.items():
+        if detector not in detectors:
             raise InputError(
-                f"--weights takes DETECTOR=FILE words, not {word!r}; the detectors are "
-                f"{', '.join(folder_names('detector'))}"
+                f"--weights knows no detector {detector!r}; the detectors are "
+                f"{', '.join(detectors)}"
             )
         check_weights(path)
-        weights[detector] = path
     return weights
 
 
-def _check_weights(groups: Sequence[JobGroup]) -> None:
-    """Refuses missing weights before anything is trained; finished runs do not need them."""
-    for job in (job for group in groups for job in group.jobs):
-        if not job.finished:
-            check_weights(job.cfg.MODEL.WEIGHTS)
+def _pairs(words: Sequence[str], option: str) -> list[tuple[str, str]]:
+    """Splits the `NAME=VALUE` words of an option."""
+    wrong = [word for word in words if "=" not in word]
+    if wrong:
+        raise InputError(f"{option} takes NAME=VALUE words, not {wrong[0]!r}")
+    return [(word.partition("=")[0], word.partition("=")[2]) for word in words]
 
 
-def _write_table(args: argparse.Namespace, table: PaperTable | None, found: Collected) -> None:
+def _write_table(args: argparse.Namespace, results: Mapping[str, RUNS], refused: list[str]) -> None:
     """Prints the table and writes it; of runs of another experiment it gives no numbers."""
-    if table:
-        rows, columns = table_rows(table, found.results), table.columns
+    if args.table:
+        table = paper_tables()[args.table]
+        rows, columns = table_rows(table, results), table.columns
         figures = any(row.figures for row in table.rows)
         heading = table.title + ". In brackets: the paper's figures." * figures + "\n\n"
     else:
-        rows, columns, heading = own_rows(found.results), COLUMNS, ""
+        rows, columns, heading = own_rows(results), COLUMNS, ""
     text = heading + markdown(rows, columns)
-    if found.refused:
+    if refused:
         text += "\nNot shown, because the directory holds another run than the row's:\n\n"
-        text += "".join(f"- {line}\n" for line in found.refused)
+        text += "".join(f"- {line}\n" for line in refused)
     for suffix, content in {
         "md": text + "\n" + _provenance(args),
         "csv": csv_text(rows, columns),
@@ -174,23 +184,6 @@ def _write_table(args: argparse.Namespace, table: PaperTable | None, found: Coll
         with atomic_path(args.out / f"table.{suffix}") as partial:
             partial.write_text(content, encoding="utf-8")
     print(text)
-
-
-def _write_page(groups: Sequence[JobGroup], out: Path) -> None:
-    folders = [job.folder for group in groups for job in group.jobs if job.finished]
-    page = write_comparison([read_run(folder) for folder in folders], out / "report")
-    print(f"\nThe runs side by side: {page}")
-
-
-def _job_parameters(words: list[str]) -> dict[str, object]:
-    """`NAME=VALUE` words as plain values."""
-    parameters = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if not equals:
-            raise InputError(f"--job takes NAME=VALUE words, not {word!r}")
-        parameters[name] = yaml.safe_load(value)
-    return parameters
 
 
 def _provenance(args: argparse.Namespace) -> str:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cldetr.engine.sweep import Job, JobGroup, run_with_dependencies
+from cldetr.engine.sweep import Job, run_with_dependencies
 from cldetr.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -40,12 +40,12 @@ class ClusterRun:
 
 
 def run_on_cluster(
-    groups: Sequence[JobGroup], out: Path, cluster: str, parameters: Mapping[str, Any]
+    jobs: Sequence[Job], out: Path, cluster: str, parameters: Mapping[str, Any]
 ) -> None:
     """Submits what is not finished and waits for it.
 
     Args:
-        groups: the runs.
+        jobs: the runs.
         out: where submitit keeps its files, in `out/cluster`.
         cluster: "slurm", or "local" for processes of this machine.
         parameters: of submitit's executor (`timeout_min`, `slurm_partition`, `gpus_per_node`, …).
@@ -82,5 +82,5 @@ def run_on_cluster(
             raise InputError(f"{job.folder}: job {submitted.job_id}: {last}") from error
 
     # A thread for each run, which only waits: the cluster decides how many run at a time.
-    with ThreadPoolExecutor(sum(len(group.jobs) for group in groups)) as pool:
-        run_with_dependencies(groups, lambda job: pool.submit(execute, job))
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        run_with_dependencies(jobs, lambda job: pool.submit(execute, job))

@@ -43,20 +43,10 @@ def _commit() -> str | None:
     """The commit of a source checkout, with "+" where files were changed; None elsewhere."""
     if not (_REPOSITORY / ".git").exists():  # a folder above may be another project's repository
         return None
+    command = ["git", "-C", str(_REPOSITORY), "describe", "--always", "--exclude=*"]
+    command += ["--abbrev=12", "--dirty=+"]
     try:
-        commit, changes = (
-            subprocess.run(
-                ["git", "-C", str(_REPOSITORY), *words],
-                capture_output=True,
-                text=True,
-                timeout=10,
-                check=True,
-            ).stdout.strip()
-            for words in (
-                ["rev-parse", "--short=12", "HEAD"],
-                ["status", "--porcelain", "--untracked-files=no"],
-            )
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    return f"{commit}+" if changes else commit
+    return done.stdout.strip()

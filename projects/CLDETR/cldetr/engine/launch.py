@@ -140,12 +140,12 @@ def _pass_on(signum: int, frame: FrameType | None) -> None:
 
 def _stop_at_once() -> None:
     """Makes SIGTERM and SIGINT end the process with the usual statuses while nothing is to save."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Interrupted(signum)
+
     for signum in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(signum, _exit)
-
-
-def _exit(signum: int, frame: FrameType | None) -> None:
-    raise Interrupted(signum)
+        signal.signal(signum, stop)
 
 
 def _print_error(error: InputError | OSError) -> int:

@@ -33,7 +33,14 @@ from detectron2.utils import comm
 from cldetr.config import identity
 from cldetr.engine.environment import environment
 from cldetr.errors import InputError
-from cldetr.files import atomic_path, remove_partials, sha256_file, sha256_json, write_json
+from cldetr.files import (
+    atomic_path,
+    remove_partials,
+    sha256_file,
+    sha256_json,
+    write_json,
+    write_sealed,
+)
 
 STAGES = ("train", "select", "calibrate", "evaluate")
 _LEAST_FREE = 200 << 20  # bytes; a start below this would fail at the first checkpoint
@@ -159,7 +166,7 @@ class Ledger:
             "outputs": {name: sha256_file(folder / name) for name in outputs},
             "facts": dict(facts),
         }
-        write_json(folder / "stage.json", {**record, "hash": sha256_json(record)})
+        write_sealed(folder / "stage.json", record)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
     def _forget_failed_start(self) -> None:
@@ -246,9 +253,7 @@ def differing(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[tup
 
 def _read_record(path: Path) -> dict[str, Any]:
     record = read_json(path)
-    stated = record.pop("hash", None)
-    whole = stated is None or stated == sha256_json(record)  # None: from before there were hashes
-    if not whole or record.keys() != {"phase", "stage", "inputs", "outputs", "facts"}:
+    if record.pop("hash", None) != sha256_json(record):
         raise InputError(
             f"{path} is damaged: its checksum differs. Restore it, or delete its folder and all "
             "later stages to do them again"

@@ -16,6 +16,7 @@ from cldetr.config import (
     config_from_text,
     default_config,
     identity,
+    leaves,
     load_config,
     merge_keys,
 )
@@ -37,15 +38,10 @@ _OFFICIAL = {
 
 def describe(cfg: CfgNode, scenario: Scenario, phase: int, stage: str) -> dict[str, Any]:
     """What a weights file says about itself: all that prediction needs."""
-    own = cfg.clone()
+    own, defaults = cfg.clone(), dict(leaves(default_config()))
     own.defrost()
-    defaults = default_config()
-    for key in RUNTIME_KEYS:  # the same weights make the same file, wherever they are made
-        *parents, last = key.split(".")
-        node, default = own, defaults
-        for parent in parents:
-            node, default = node[parent], default[parent]
-        node[last] = default[last]
+    # The same weights make the same file, wherever they are made.
+    merge_keys(own, {key: defaults[key] for key in RUNTIME_KEYS}, "the defaults")
     return {
         "format": 2,
         "categories": [{"id": each.id, "name": each.name} for each in scenario.categories],

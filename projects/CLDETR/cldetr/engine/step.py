@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 from detectron2.config import CfgNode
-from detectron2.engine import SimpleTrainer
+from detectron2.engine import SimpleTrainer, create_ddp_model
 from detectron2.utils import comm
 from detectron2.utils.events import get_event_storage
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from cldetr.engine.checkpoint import finite
 from cldetr.errors import InputError
@@ -54,7 +53,13 @@ class StageTrainer(SimpleTrainer):
             seed: with the step's number it seeds dropout.
             after_backward: called after each backward pass.
         """
-        model = _parallel(learner)
+        on_gpu = learner.detector.device.type == "cuda"
+        model = create_ddp_model(  # the learner itself where one process trains
+            learner,
+            device_ids=[torch.cuda.current_device()] if on_gpu else None,
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,  # no second copy of the gradients
+        )
         super().__init__(model, data_loader, optimizer, gather_metric_period=cfg.LOG_PERIOD)
         self.learner = learner
         self.solver = cfg.SOLVER
@@ -197,18 +202,6 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.AdamW:
 
 
 _NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.LocalResponseNorm)
-
-
-def _parallel(learner: Learner) -> nn.Module:
-    """Wraps the learner where several processes train; the CPU has no device ids."""
-    if comm.get_world_size() == 1:
-        return learner
-    device = learner.detector.device
-    ids = [torch.cuda.current_device()] if device.type == "cuda" else None
-    # Gradients as views of what is sent: no second copy of them, in memory or in time.
-    return DistributedDataParallel(
-        learner, device_ids=ids, broadcast_buffers=False, gradient_as_bucket_view=True
-    )
 
 
 def _torch_seed(parts: tuple[int, ...]) -> int:

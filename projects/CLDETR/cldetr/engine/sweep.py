@@ -16,9 +16,9 @@ import queue
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,12 +65,14 @@ class Job:
         seed: of category order, data order and training.
         cfg: the whole configuration of the run.
         gpus: processes of the run, each with a GPU; 0 is one process on the CPU.
+        leader: the run whose first phase it takes over, and so waits for.
     """
 
     name: str
     seed: int
     cfg: CfgNode
     gpus: int = 0
+    leader: Job | None = None
 
     @property
     def folder(self) -> Path:
@@ -137,32 +139,6 @@ class Job:
             raise InputError(f"{self.folder} ended with {done.returncode}: see {console}")
 
 
-@dataclass(frozen=True)
-class JobGroup:
-    """A run and those that take over its first phase and so wait for it."""
-
-    leader: Job
-    dependents: tuple[Job, ...] = ()
-
-    @property
-    def jobs(self) -> tuple[Job, ...]:
-        """All of them, the leader first."""
-        return (self.leader, *self.dependents)
-
-
-@dataclass
-class Collected:
-    """What the finished runs of a sweep gave.
-
-    Attributes:
-        results: by experiment and seed.
-        refused: a line for each directory that holds another run than the sweep's.
-    """
-
-    results: dict[str, dict[int, dict[str, Any]]] = field(default_factory=dict)
-    refused: list[str] = field(default_factory=list)
-
-
 def plan(
     experiments: Sequence[Experiment],
     seeds: Sequence[int],
@@ -170,7 +146,7 @@ def plan(
     *,
     share_first: bool = False,
     gpus: int = 0,
-) -> list[JobGroup]:
+) -> list[Job]:
     """Lists the runs, seed by seed.
 
     Args:
@@ -182,33 +158,20 @@ def plan(
         gpus: of each run.
     """
     unique = {experiment.folder_name: experiment for experiment in experiments}
-    names, groups = job_names(experiments), []
+    uses = Counter(experiment.name for experiment in unique.values())
+    planned: list[Job] = []
     for seed in seeds:
-        waiting: dict[str, list[Job]] = {}  # by the digest of their first phase
+        jobs = []
         for folder, experiment in unique.items():
-            root = out / folder / f"seed{seed}"
-            job = make_job(names[folder], experiment.cfg, root, seed, gpus)
-            key, model = first_phase_digest(identity(job.cfg)), None
-            if not experiment.cfg.MODEL.DETECTOR:
-                if job.begun:
-                    model = _taken_first_phase(job, key)
-                elif share_first:
-                    model = _find_first_phase(out, seed, key)
-            if model is not None:
-                groups.append(JobGroup(_with_first_phase(job, model)))
-            elif share_first and not experiment.cfg.MODEL.DETECTOR:
-                waiting.setdefault(key, []).append(job)
-            else:
-                groups.append(JobGroup(job))
-        groups += [_led_group(jobs) for jobs in waiting.values()]
-    return groups
-
-
-def job_names(experiments: Sequence[Experiment]) -> dict[str, str]:
-    """What runs are called, by folder: names, or folders where two experiments share a name."""
-    names = {experiment.folder_name: experiment.name for experiment in experiments}
-    uses = Counter(names.values())
-    return {folder: name if uses[name] == 1 else folder for folder, name in names.items()}
+            name = experiment.name if uses[experiment.name] == 1 else folder
+            jobs.append(make_job(name, experiment.cfg, out / folder / f"seed{seed}", seed, gpus))
+        leaders: dict[str, Job] = {}  # by the digest of the first phase that they train
+        shared = {
+            job: _with_first_phase(job, leaders, out, share_first)
+            for job in sorted(jobs, key=lambda job: not job.begun)  # what has begun leads
+        }
+        planned += [shared[job] for job in jobs]
+    return planned
 
 
 def make_job(name: str, cfg: CfgNode, folder: Path, seed: int = 0, gpus: int = 0) -> Job:
@@ -230,7 +193,7 @@ def first_phase_digest(settings: Mapping[str, Any]) -> str:
     )
 
 
-def run_here(groups: Sequence[JobGroup], parallel: int) -> None:
+def run_here(jobs: Sequence[Job], parallel: int) -> None:
     """Does what is not finished on this machine, `parallel` runs at a time.
 
     With GPUs each run gets its own; on the CPU the cores are shared out. Ends with a list of what
@@ -238,7 +201,7 @@ def run_here(groups: Sequence[JobGroup], parallel: int) -> None:
     """
     slots: queue.Queue[dict[str, str]] = queue.Queue()
     for index in range(parallel):
-        slots.put(_slot(index, parallel, groups[0].leader.gpus))
+        slots.put(_slot(index, parallel, jobs[0].gpus))
 
     def execute(job: Job) -> None:
         slot = slots.get()
@@ -248,68 +211,66 @@ def run_here(groups: Sequence[JobGroup], parallel: int) -> None:
             slots.put(slot)
 
     with ThreadPoolExecutor(parallel) as pool:
-        run_with_dependencies(groups, lambda job: pool.submit(execute, job))
+        run_with_dependencies(jobs, lambda job: pool.submit(execute, job))
 
 
-def run_with_dependencies(
-    groups: Sequence[JobGroup], submit: Callable[[Job], Future[None]]
-) -> None:
+def run_with_dependencies(jobs: Sequence[Job], submit: Callable[[Job], Future[None]]) -> None:
     """Submits every run once its leader is done, waits for all, and lists what failed."""
-    pending: dict[Future[None], tuple[Job, ...]] = {}
-    for group in groups:
-        pending[submit(group.leader)] = group.dependents
+    pending = {submit(job): job for job in jobs if job.leader is None}
     failures = []
     while pending:
         done, _ = wait(pending, return_when=FIRST_COMPLETED)
         for future in done:
-            dependents = pending.pop(future)
+            leader = pending.pop(future)
             try:
                 future.result()
             except InputError as error:
                 failures.append(str(error))
             else:
-                pending |= {submit(job): () for job in dependents}
+                pending |= {submit(job): job for job in jobs if job.leader is leader}
     if failures:
         raise InputError.listing("some runs failed; start the sweep again to go on:", failures)
 
 
-def collect(groups: Sequence[JobGroup], names: Iterable[str] = ()) -> Collected:
+def collect(jobs: Sequence[Job]) -> tuple[dict[str, dict[int, dict[str, Any]]], list[str]]:
     """Results of the finished runs; a directory that holds another run gives none.
 
-    Args:
-        groups: the runs.
-        names: the order in which experiments come, where it matters.
+    Returns:
+        the results by experiment and seed, and a line for each directory that is refused.
     """
-    order = {name: index for index, name in enumerate(names)}
-    jobs = [job for group in groups for job in group.jobs]
-    found = Collected()
-    for job in sorted(jobs, key=lambda job: order.get(job.name, len(order))):
+    results: dict[str, dict[int, dict[str, Any]]] = {}
+    refused = []
+    for job in jobs:
         if problems := job.differences():
             more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-            found.refused.append(
+            refused.append(
                 f"{job.name}, seed {job.seed}: {job.folder} holds another run "
                 f"({'; '.join(problems[:3])}{more})"
             )
         elif job.finished:
-            results = load_results(job.folder / "results.json")
-            found.results.setdefault(job.name, {})[job.seed] = results
-    return found
+            found = load_results(job.folder / "results.json")
+            results.setdefault(job.name, {})[job.seed] = found
+    return results, refused
 
 
-def _with_first_phase(job: Job, model: Path) -> Job:
+def _with_first_phase(job: Job, leaders: dict[str, Job], out: Path, share_first: bool) -> Job:
+    """The run as it gets its first phase: its own, or that of a leader or an earlier run."""
+    if job.cfg.MODEL.DETECTOR:
+        return job
+    key, leader = first_phase_digest(identity(job.cfg)), None
+    if job.begun:
+        model = _taken_first_phase(job, key)  # it keeps what it began with
+    else:
+        model = _find_first_phase(out, job.seed, key) if share_first else None
+        if model is None and (leader := leaders.get(key)):
+            model = leader.first_model
+    if model is None:
+        if share_first:
+            leaders.setdefault(key, job)
+        return job
     cfg = job.cfg.clone()
     cfg.MODEL.DETECTOR = str(model)
-    return Job(job.name, job.seed, cfg, job.gpus)
-
-
-def _led_group(jobs: Sequence[Job]) -> JobGroup:
-    """The first run, or one that has begun, trains the first phase for the others."""
-    leader = next((job for job in jobs if job.begun), jobs[0])
-    others = [job for job in jobs if job is not leader]
-    return JobGroup(
-        leader,
-        tuple(job if job.begun else _with_first_phase(job, leader.first_model) for job in others),
-    )
+    return Job(job.name, job.seed, cfg, job.gpus, leader)
 
 
 def _taken_first_phase(job: Job, key: str) -> Path | None:

@@ -84,7 +84,9 @@ def build_libraries(
     Raises:
         BuildError: a library could not be built.
     """
-    lines = [_build("cpu", _cpu_options(), {"CXX": find_compiler()}, force, directory)]
+    openmp = ["-fopenmp"] if sys.platform == "linux" else []  # at::parallel_for is a header
+    options: dict[str, Any] = {"extra_cflags": [*CPU_FLAGS, *openmp]}
+    lines = [_build("cpu", options, {"CXX": find_compiler()}, force, directory)]
     if cuda == "off":
         return [*lines, "cuda: skipped as asked"]
     toolkit = find_cuda_toolkit()
@@ -153,11 +155,6 @@ def cuda_options(
         "TORCH_CUDA_ARCH_LIST": toolkit.architectures,
     }
     return options, environment
-
-
-def _cpu_options() -> dict[str, Any]:
-    openmp = ["-fopenmp"] if sys.platform == "linux" else []  # at::parallel_for is a header
-    return {"extra_cflags": [*CPU_FLAGS, *openmp]}
 
 
 def _build(

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from detectron2.config import CfgNode, get_cfg
+from detectron2.config import get_cfg
 from detectron2.data.datasets.builtin_meta import COCO_CATEGORIES
 from detectron2.modeling import META_ARCH_REGISTRY
 from torch import Tensor
@@ -293,8 +293,7 @@ def _check_against_model(named: Mapping[str, Tensor], converted: Converted) -> d
     cfg.MODEL.RESNETS.STRIDE_IN_1X1 = False
     cfg.MODEL.RESNETS.OUT_FEATURES = cfg.MODEL.DETR.IN_FEATURES
     cfg.MODEL.DETR.NUM_CLASSES = 1  # a backbone does not tell
-    for key, value in converted.settings.items():
-        _set(cfg.MODEL, key, value)
+    cfg.MODEL.merge_from_list([word for pair in converted.settings.items() for word in pair])
     with torch.device("meta"):
         arch = converted.settings.get("META_ARCHITECTURE", "DeformableDETR")
         detector = META_ARCH_REGISTRY.get(arch)(cfg)
@@ -319,10 +318,3 @@ def _check_against_model(named: Mapping[str, Tensor], converted: Converted) -> d
     if unknown:
         converted.dropped["unknown to the detector"] = unknown
     return {name: named[name].clone() for name in wanted if name in named}
-
-
-def _set(node: CfgNode, key: str, value: Any) -> None:
-    *parents, last = key.split(".")
-    for parent in parents:
-        node = node[parent]
-    node[last] = value

@@ -23,11 +23,6 @@ class ImageBatch:
         return len(self.sizes)
 
     @property
-    def padded(self) -> bool:
-        """Whether any image is smaller than the tensor."""
-        return any(size != tuple(self.tensor.shape[-2:]) for size in self.sizes)
-
-    @property
     def mask(self) -> Tensor:
         """(B, H, W), True at padding."""
         return padding_mask(self.sizes, self.tensor.shape[-2:], self.tensor.device)

@@ -5,33 +5,36 @@ The last table, "ablation", is our own on the embedded data set and has no figur
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from cldetr.errors import InputError
+import msgspec
 
 Figure = tuple[float, float | None]  # a value and the half width of its 95% interval
 
 
-@dataclass(frozen=True)
-class PaperRow:
+class PaperRow(msgspec.Struct):
     """A row of a table.
 
     Attributes:
         label: what the table calls it.
         run: the config or run of `configs/` by name; None where the paper quotes another paper.
-        figures: by metric (`all.AP`, `old.APs`, `fpp.AP`, …), in %.
+        figures: by metric (`all.AP`, `old.APs`, `fpp.AP`, …), in %; each is a `Figure`.
     """
 
     label: str
     run: str | None
-    figures: Mapping[str, Figure]
+    figures: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        """Takes a number alone for a figure without an interval."""
+        self.figures = {
+            metric: tuple(value) if isinstance(value, list) else (value, None)
+            for metric, value in self.figures.items()
+        }
 
 
-@dataclass(frozen=True)
-class PaperTable:
+class PaperTable(msgspec.Struct):
     """A table: its metrics, its rows, and whether rows are compared with the first."""
 
     name: str
@@ -47,33 +50,6 @@ class PaperTable:
 
 def paper_tables() -> dict[str, PaperTable]:
     """Reads all tables, by name."""
-    text = Path(__file__).with_name("paper.json").read_text(encoding="utf-8")
-    return {
-        table["name"]: PaperTable(
-            table["name"],
-            table["title"],
-            tuple(table["columns"]),
-            tuple(
-                PaperRow(
-                    row["label"],
-                    row["run"],
-                    {metric: _figure(value) for metric, value in row.get("figures", {}).items()},
-                )
-                for row in table["rows"]
-            ),
-            table.get("change", False),
-        )
-        for table in json.loads(text)["tables"]
-    }
-
-
-def find_table(name: str) -> PaperTable:
-    """The table of that name; an unknown one's error lists the choices."""
-    tables = paper_tables()
-    if name not in tables:
-        raise InputError(f"there is no table {name!r}; there are: {', '.join(tables)}")
-    return tables[name]
-
-
-def _figure(value: float | list[float]) -> Figure:
-    return (value[0], value[1]) if isinstance(value, list) else (value, None)
+    content = msgspec.json.decode(Path(__file__).with_name("paper.json").read_bytes())
+    tables = msgspec.convert(content["tables"], list[PaperTable])
+    return {table.name: table for table in tables}

@@ -31,9 +31,9 @@ const Kernels<T>& kernels() {
   static const Kernels<T> chosen = [] {
 #if defined(__x86_64__)
     const std::string capability = at::get_cpu_capability();
-    if (capability == "AVX2" || capability == "AVX512") return avx2_kernels<T>();
+    if (capability == "AVX2" || capability == "AVX512") return avx2::kernels<T>();
 #endif
-    return baseline_kernels<T>();
+    return baseline::kernels<T>();
   }();
   return chosen;
 }
@@ -94,7 +94,7 @@ at::Tensor forward(const at::Tensor& value_in, const at::Tensor& spatial_shapes,
     scalar_t* out = output.mutable_data_ptr<scalar_t>();
     const int64_t parts = parts_per_head(s);
     const int64_t part = (s.queries + parts - 1) / parts;
-    run_tasks(s.images * s.heads * parts, kernel.forward_scratch_bytes(in, {0, s.levels}),
+    run_tasks(s.images * s.heads * parts, kernel.scratch_bytes(in, {0, s.levels}, false),
               [&](int64_t index, void* scratch) {
                 const int64_t head = index / parts % s.heads, image = index / parts / s.heads;
                 const int64_t begin = std::min(index % parts * part, s.queries);
@@ -136,7 +136,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> backward(const at::Tensor& grad_o
     };
     size_t scratch_bytes = 0;
     for (int64_t part = 0; part < parts; ++part) {
-      scratch_bytes = std::max(scratch_bytes, kernel.backward_scratch_bytes(in, levels(part)));
+      scratch_bytes = std::max(scratch_bytes, kernel.scratch_bytes(in, levels(part), true));
     }
     run_tasks(s.images * s.heads * parts, scratch_bytes, [&](int64_t index, void* scratch) {
       const int64_t head = index / parts % s.heads, image = index / parts / s.heads;

@@ -12,20 +12,6 @@
 #define CLDETR_ISA cpu::avx2
 #include "ms_deform_attn_body.h"
 
-namespace cldetr::cpu {
-
-template <>
-Kernels<float> avx2_kernels() {
-  return avx2::kernels<float>();
-}
-
-template <>
-Kernels<double> avx2_kernels() {
-  return avx2::kernels<double>();
-}
-
-}  // namespace cldetr::cpu
-
 #if defined(__clang__)
 #pragma clang attribute pop
 #endif

@@ -111,20 +111,22 @@ inline void spread_samples(const Cells<T> cells, const Samples<T> samples, int64
 }
 
 template <typename T>
-struct ForwardScratch {
+struct Scratch {
   Samples<T> samples;
-  T* row;  // one query's output, padded
+  T* row;   // one query's output, or its gradient, padded
+  T* dots;  // backward: (samples of a batch, 4)
   T* slab;
 
-  ForwardScratch(Arena& arena, const Inputs<T>& in, Range levels)
+  Scratch(Arena& arena, const Inputs<T>& in, Range levels, bool backward)
       : samples(arena, in.sizes, levels),
         row(arena.take<T>(padded_channels<T>(in.sizes))),
-        slab(arena.take<T>(packed_elements(in, levels, false))) {}
+        dots(arena.take<T>(backward ? 4 * samples.max_queries * samples.per_query : 0)),
+        slab(arena.take<T>(packed_elements(in, levels, backward))) {}
 };
 
 template <bool kPacked, typename T>
 inline void forward_queries(const Inputs<T>& in, const Cells<T>& cells, T* output, int64_t image,
-                            int64_t head, Range queries, const ForwardScratch<T>& scratch) {
+                            int64_t head, Range queries, const Scratch<T>& scratch) {
   const Sizes& s = in.sizes;
   const Samples<T>& samples = scratch.samples;
   const int64_t channels = padded_channels<T>(s);
@@ -150,7 +152,7 @@ void forward(const Inputs<T>& in, T* output, int64_t image, int64_t head, Range 
              void* memory) {
   const Range levels{0, in.sizes.levels};
   Arena arena(memory);
-  ForwardScratch<T> scratch(arena, in, levels);
+  Scratch<T> scratch(arena, in, levels, false);
   const Cells<T> cells = should_pack<T>(in.sizes)
                              ? pack(in, image, head, levels, scratch.slab, false)
                              : in_place<T>(in, image, head, nullptr);
@@ -159,24 +161,10 @@ void forward(const Inputs<T>& in, T* output, int64_t image, int64_t head, Range 
   run(in, cells, output, image, head, queries, scratch);
 }
 
-template <typename T>
-struct BackwardScratch {
-  Samples<T> samples;
-  T* row;   // the gradient of one query's output, padded
-  T* dots;  // (samples of a batch, 4)
-  T* slab;
-
-  BackwardScratch(Arena& arena, const Inputs<T>& in, Range levels)
-      : samples(arena, in.sizes, levels),
-        row(arena.take<T>(padded_channels<T>(in.sizes))),
-        dots(arena.take<T>(4 * samples.max_queries * samples.per_query)),
-        slab(arena.take<T>(packed_elements(in, levels, true))) {}
-};
-
 template <bool kPacked, typename T>
 inline void backward_queries(const Inputs<T>& in, const Cells<T>& cells, const Gradients<T>& grad,
                              int64_t image, int64_t head, Range levels,
-                             const BackwardScratch<T>& scratch) {
+                             const Scratch<T>& scratch) {
   const Sizes& s = in.sizes;
   const Samples<T>& samples = scratch.samples;
   const int64_t channels = padded_channels<T>(s);
@@ -211,7 +199,7 @@ template <typename T>
 void backward(const Inputs<T>& in, const Gradients<T>& grad, int64_t image, int64_t head,
               Range levels, void* memory) {
   Arena arena(memory);
-  BackwardScratch<T> scratch(arena, in, levels);
+  Scratch<T> scratch(arena, in, levels, true);
   const Cells<T> cells = should_pack<T>(in.sizes)
                              ? pack(in, image, head, levels, scratch.slab, true)
                              : in_place<T>(in, image, head, grad.value);
@@ -221,17 +209,18 @@ void backward(const Inputs<T>& in, const Gradients<T>& grad, int64_t image, int6
   if (cells.packed) unpack_gradient(in, cells, image, head, levels, grad.value);
 }
 
-template <typename T, typename Scratch>
-size_t scratch_bytes(const Inputs<T>& in, Range levels) {
+template <typename T>
+size_t scratch_bytes(const Inputs<T>& in, Range levels, bool backward) {
   Arena arena(nullptr);
-  Scratch scratch(arena, in, levels);
+  Scratch<T> scratch(arena, in, levels, backward);
   return arena.bytes();
 }
 
 template <typename T>
 Kernels<T> kernels() {
-  return {&should_pack<T>, &scratch_bytes<T, ForwardScratch<T>>, &forward<T>,
-          &scratch_bytes<T, BackwardScratch<T>>, &backward<T>};
+  return {&should_pack<T>, &scratch_bytes<T>, &forward<T>, &backward<T>};
 }
+template Kernels<float> kernels();
+template Kernels<double> kernels();
 
 }  // namespace cldetr::CLDETR_ISA

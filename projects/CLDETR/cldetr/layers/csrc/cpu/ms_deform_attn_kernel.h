@@ -43,22 +43,22 @@ template <typename T>
 struct Kernels {
   // Whether the task packs the cells; if not, backward expects Gradients::value filled with zeros.
   bool (*packs)(const Sizes&);
-  size_t (*forward_scratch_bytes)(const Inputs<T>&, Range levels);
+  size_t (*scratch_bytes)(const Inputs<T>&, Range levels, bool backward);
   void (*forward)(const Inputs<T>&, T* output, int64_t image, int64_t head, Range queries,
                   void* scratch);
-  size_t (*backward_scratch_bytes)(const Inputs<T>&, Range levels);
   void (*backward)(const Inputs<T>&, const Gradients<T>&, int64_t image, int64_t head,
                    Range levels, void* scratch);
 };
 
 constexpr size_t kScratchAlignment = 64;  // one cache line
 
+namespace baseline {
 template <typename T>
-Kernels<T> baseline_kernels();
-
-#if defined(__x86_64__)
+Kernels<T> kernels();
+}
+namespace avx2 {
 template <typename T>
-Kernels<T> avx2_kernels();
-#endif
+Kernels<T> kernels();
+}
 
 }  // namespace cldetr::cpu
