@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -26,62 +26,80 @@ _INT64 = range(-(2**63), 2**63)
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Columns:
-    """The sections of a file as columns, unchecked. Shape shorthand: I images, N annotations."""
+class CocoBox(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
+    """A box, x y width height in pixels."""
 
-    category_ids: list[int]
-    category_names: list[str]
-    image_ids: np.ndarray  # (I,) int64
-    file_names: list[str]
-    widths: np.ndarray  # (I,) int64
-    heights: np.ndarray  # (I,) int64
-    object_ids: np.ndarray  # (N,) int64
-    object_images: np.ndarray  # (N,) int64, image ids
-    object_categories: np.ndarray  # (N,) int64, category ids
-    boxes: np.ndarray  # (N, 4) float64, x y w h; NaN where they are not four numbers
-    areas: np.ndarray  # (N,) float64, NaN where the file gives none
-    crowd: np.ndarray  # (N,) int64
-    ignored: np.ndarray  # (N,) int64, the key "ignore" of some converters
-    unreadable: dict[int, str] = field(default_factory=dict)  # row → the text of its box
-
-
-class _Box(msgspec.Struct, array_like=True, gc=False, forbid_unknown_fields=True):
     x: float
     y: float
     w: float
     h: float
 
 
-class _Category(msgspec.Struct, gc=False):
+class CocoCategory(msgspec.Struct, gc=False):
+    """A category of a COCO file."""
+
     id: int
     name: str
 
 
-class _Image(msgspec.Struct, gc=False):
+class CocoImage(msgspec.Struct, gc=False):
+    """An image of a COCO file."""
+
     id: int
     file_name: str
     width: int
     height: int
 
 
-class _Annotation(msgspec.Struct, gc=False):
+class CocoAnnotation(msgspec.Struct, gc=False):
+    """An annotation of a COCO file."""
+
     id: int
     image_id: int
     category_id: int
-    bbox: _Box
+    bbox: CocoBox
     area: float | None = None
     iscrowd: int | bool = 0
     ignore: int | bool = 0
 
 
-class _File(msgspec.Struct, gc=False):
-    images: list[_Image]
-    annotations: list[_Annotation]
-    categories: list[_Category]
+class CocoFile(msgspec.Struct, gc=False):
+    """What detection needs of a COCO file."""
+
+    images: list[CocoImage]
+    annotations: list[CocoAnnotation]
+    categories: list[CocoCategory]
 
 
-SECTIONS = {"images": _Image, "annotations": _Annotation, "categories": _Category}
+SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "images": CocoImage,
+    "annotations": CocoAnnotation,
+    "categories": CocoCategory,
+}
+
+
+class Columns:
+    """The sections of a file as columns, unchecked. Shape shorthand: I images, N annotations."""
+
+    def __init__(self, file: CocoFile, unreadable: Mapping[int, str] | None = None) -> None:
+        """Takes the columns; `unreadable` has the texts of boxes that are not four numbers."""
+        images, annotations = file.images, file.annotations
+        self.category_ids = _column(file.categories, "id").tolist()  # refuses what is too big
+        self.category_names = [category.name for category in file.categories]
+        self.image_ids = _column(images, "id")  # (I,)
+        self.file_names = [image.file_name for image in images]
+        self.widths = _column(images, "width")  # (I,)
+        self.heights = _column(images, "height")  # (I,)
+        self.object_ids = _column(annotations, "id")  # (N,)
+        self.object_images = _column(annotations, "image_id")  # (N,)
+        self.object_categories = _column(annotations, "category_id")  # (N,)
+        sides = [_column(annotations, f"bbox.{side}", np.float64) for side in "xywh"]
+        self.boxes = np.stack(sides, axis=1)  # (N, 4)
+        areas = (math.nan if row.area is None else row.area for row in annotations)
+        self.areas = np.fromiter(areas, np.float64, len(annotations))  # NaN where there is none
+        self.crowd = _column(annotations, "iscrowd")  # (N,)
+        self.ignored = _column(annotations, "ignore")  # (N,) a key of some converters
+        self.unreadable = dict(unreadable or {})  # row → the text of its box
 
 
 def read_columns(content: Any, name: str, problems: Problems) -> Columns:
@@ -94,8 +112,8 @@ def read_columns(content: Any, name: str, problems: Problems) -> Columns:
             section of a COCO file raises.
     """
     try:
-        file = msgspec.json.decode(content, type=_File)
-        columns = _columns(file)
+        file = msgspec.json.decode(content, type=CocoFile)
+        columns = Columns(file)
         sections: dict[str, Any] = {"images": file.images, "categories": file.categories}
     except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         logger.info("%s: reading it the slow way (%s)", name, error)
@@ -107,27 +125,8 @@ def read_columns(content: Any, name: str, problems: Problems) -> Columns:
     return columns
 
 
-def _columns(file: _File) -> Columns:
-    def column(rows: list[Any], key: str, dtype: type = np.int64) -> np.ndarray:
-        return np.fromiter(map(attrgetter(key), rows), dtype, len(rows))
-
-    images, annotations = file.images, file.annotations
-    areas = (math.nan if row.area is None else row.area for row in annotations)
-    return Columns(
-        category_ids=column(file.categories, "id").tolist(),  # refuses what is too big
-        category_names=[category.name for category in file.categories],
-        image_ids=column(images, "id"),
-        file_names=[image.file_name for image in images],
-        widths=column(images, "width"),
-        heights=column(images, "height"),
-        object_ids=column(annotations, "id"),
-        object_images=column(annotations, "image_id"),
-        object_categories=column(annotations, "category_id"),
-        boxes=np.stack([column(annotations, f"bbox.{key}", np.float64) for key in "xywh"], axis=1),
-        areas=np.fromiter(areas, np.float64, len(annotations)),
-        crowd=column(annotations, "iscrowd"),
-        ignored=column(annotations, "ignore"),
-    )
+def _column(rows: Sequence[Any], key: str, dtype: type = np.int64) -> np.ndarray:
+    return np.fromiter(map(attrgetter(key), rows), dtype, len(rows))
 
 
 def _read_json(content: bytes, name: str) -> dict[str, list[Any]]:
@@ -177,7 +176,7 @@ def _read_json(content: bytes, name: str) -> dict[str, list[Any]]:
 def _slow_columns(sections: dict[str, list[Any]], problems: Problems) -> Columns:
     # An entry with a valid id is kept, with placeholders for its bad values: the load stops anyway,
     # and what refers to the entry should not be reported as well.
-    file, unreadable = _File([], [], []), {}
+    file, unreadable = CocoFile([], [], []), {}
     for section, kind in SECTIONS.items():
         entries = getattr(file, section)
         for index, entry in enumerate(sections[section]):
@@ -186,19 +185,17 @@ def _slow_columns(sections: dict[str, list[Any]], problems: Problems) -> Columns
                 continue
             label = f"{section}[{index}]"
             if isinstance(entry.get("id"), int) and not isinstance(entry["id"], bool):
-                label = f"{kind.__name__[1:].lower()} {_shown(entry['id'])}"
+                label = f"{kind.__name__.removeprefix('Coco').lower()} {_shown(entry['id'])}"
             values = {
                 field.name: _read_value(entry, field, label, problems)
                 for field in msgspec.structs.fields(kind)
             }
             if isinstance(values.get("bbox"), str):
                 unreadable[len(entries)] = values["bbox"]
-                values["bbox"] = _Box(*[math.nan] * 4)
+                values["bbox"] = CocoBox(*[math.nan] * 4)
             if all(value is not None for key, value in values.items() if key != "area"):
                 entries.append(kind(**values))
-    columns = _columns(file)
-    columns.unreadable = unreadable
-    return columns
+    return Columns(file, unreadable)
 
 
 def _read_value(

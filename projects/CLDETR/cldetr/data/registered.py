@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,14 @@ import numpy as np
 from detectron2.structures import BoxMode
 
 from cldetr.data.coco import CocoData
-from cldetr.data.parse import Columns
+from cldetr.data.parse import (
+    CocoAnnotation,
+    CocoBox,
+    CocoCategory,
+    CocoFile,
+    CocoImage,
+    Columns,
+)
 from cldetr.data.problems import Problems
 from cldetr.data.validate import check_columns
 from cldetr.errors import InputError
@@ -127,35 +134,22 @@ def _is_path(value: Any) -> bool:
 
 
 def _columns(dicts: Sequence[Mapping[str, Any]], thing_classes: Sequence[str]) -> Columns:
-    ids = _image_ids([entry["image_id"] for entry in dicts])
-    rows = [
-        (image, annotation)
-        for image, entry in zip(ids, dicts, strict=True)
-        for annotation in entry.get("annotations", ())
-    ]
-    boxes = [
-        BoxMode.convert(list(map(float, row["bbox"])), row["bbox_mode"], BoxMode.XYWH_ABS)
-        for _, row in rows
-    ]
-
-    def integers(values: Iterable[Any]) -> np.ndarray:
-        return np.array([int(value) for value in values], dtype=np.int64)
-
-    return Columns(
-        category_ids=list(range(1, len(thing_classes) + 1)),
-        category_names=[str(name) for name in thing_classes],
-        image_ids=integers(ids),
-        file_names=[os.path.abspath(entry["file_name"]).lstrip("/") for entry in dicts],
-        widths=integers(entry["width"] for entry in dicts),
-        heights=integers(entry["height"] for entry in dicts),
-        object_ids=np.arange(1, len(rows) + 1),
-        object_images=integers(image for image, _ in rows),
-        object_categories=integers(row["category_id"] for _, row in rows) + 1,
-        boxes=np.array(boxes, dtype=np.float64).reshape(-1, 4),
-        areas=np.array([row.get("area", np.nan) for _, row in rows], dtype=np.float64),
-        crowd=integers(row.get("iscrowd", 0) for _, row in rows),
-        ignored=np.zeros(len(rows), dtype=np.int64),
-    )
+    file = CocoFile([], [], [CocoCategory(k, str(name)) for k, name in enumerate(thing_classes, 1)])
+    for image, entry in zip(_image_ids([entry["image_id"] for entry in dicts]), dicts, strict=True):
+        path = os.path.abspath(entry["file_name"]).lstrip("/")
+        file.images.append(CocoImage(image, path, int(entry["width"]), int(entry["height"])))
+        for row in entry.get("annotations", ()):
+            box = list(map(float, row["bbox"]))
+            annotation = CocoAnnotation(
+                id=len(file.annotations) + 1,
+                image_id=image,
+                category_id=int(row["category_id"]) + 1,
+                bbox=CocoBox(*BoxMode.convert(box, row["bbox_mode"], BoxMode.XYWH_ABS)),
+                area=row.get("area"),
+                iscrowd=int(row.get("iscrowd", 0)),
+            )
+            file.annotations.append(annotation)
+    return Columns(file)
 
 
 def _image_ids(ids: Sequence[Any]) -> list[int]:
