@@ -2,10 +2,19 @@
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 
-from cldetr.drawing import boxes as drawing
-from cldetr.drawing.boxes import BLUE, GREEN, Box, class_color, draw_boxes, join_panels, make_canvas
+from cldetr.drawing.boxes import (
+    BLUE,
+    GREEN,
+    Box,
+    _font,
+    class_color,
+    draw_boxes,
+    join_panels,
+    make_canvas,
+    place_labels,
+)
 
 
 def grey(height, width):
@@ -65,49 +74,51 @@ def test_one_box_does_not_hide_another_at_the_same_spot():
     assert has_color(canvas.image, BLUE, side)
 
 
-def test_labels_never_cover_each_other_and_what_has_no_room_is_counted(monkeypatch):
-    written = []
-    write = drawing._Labels._write
+def shared_areas(boxes, others):
+    low = np.maximum(boxes[:, None, :2], others[None, :, :2])
+    high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
+    return (high - low).clip(min=0).prod(axis=2)
 
-    def spy(self, text, spot, color):
-        written.append((text, spot))
-        write(self, text, spot, color)
 
-    monkeypatch.setattr(drawing._Labels, "_write", spy)
+@pytest.fixture
+def written(monkeypatch):
+    """Texts of the labels that are drawn."""
+    found = []
+    monkeypatch.setattr(
+        ImageDraw.ImageDraw, "text", lambda self, point, text, **style: found.append(text)
+    )
+    return found
+
+
+def test_labels_never_cover_each_other_and_what_has_no_room_is_counted(written):
     rng = np.random.default_rng(0)
     low = rng.uniform(0, 80, (80, 2))
-    boxes = np.concatenate([low, low + rng.uniform(2, 30, (80, 2))], axis=1)
+    corners = np.concatenate([low, low + rng.uniform(2, 30, (80, 2))], axis=1)
+    texts = [f"class {i}" for i in range(80)]
     canvas = make_canvas(grey(96, 96))
-    draw_boxes(
-        canvas, [Box(tuple(box), class_color(i), f"class {i}") for i, box in enumerate(boxes)]
-    )
-    *labels, (note, _) = written
+    boxes = [Box(tuple(x), class_color(i), texts[i]) for i, x in enumerate(corners)]
+    draw_boxes(canvas, boxes)
+    *labels, note = written
     assert note == f"{80 - len(labels)} labels not shown"
-    spots = np.array([spot for _, spot in labels])
-    shared = drawing._shared_areas(spots, spots)
+    assert len(labels) > 30
+    spots = place_labels(canvas.corners_of(boxes), texts, (480, 480), _font(12))
+    spots = np.array([spot for spot in spots if spot])
+    assert len(spots) == len(labels)
+    shared = shared_areas(spots, spots)
     np.fill_diagonal(shared, 0)
     assert shared.max() == 0
-    assert len(labels) > 30
     assert (spots >= 0).all()
     assert (spots[:, 2:] <= 480).all()
 
 
-def test_no_label_hides_a_small_object(monkeypatch):
-    spots = []
-    monkeypatch.setattr(
-        drawing._Labels, "_write", lambda self, text, spot, color: spots.append((text, spot))
-    )
-    canvas = make_canvas(grey(96, 96))
+def test_no_label_hides_a_small_object(written):
     small = [(x, y, x + 2, y + 2) for x in range(0, 94, 3) for y in range(0, 94, 3)]
-    draw_boxes(
-        canvas, [Box((30, 30, 60, 60), GREEN, "a large one"), *(Box(x, BLUE) for x in small)]
-    )
-    assert [text for text, _ in spots] == ["1 labels not shown"]  # there is no room between them
-    spots.clear()
-    draw_boxes(canvas, [Box((30, 30, 60, 60), GREEN, "a large one"), Box((30, 26, 34, 30), BLUE)])
-    [(_, spot)] = spots
-    object_at = np.array([[30, 26, 34, 30]]) * 5.0
-    assert drawing._shared_areas(spot[None], object_at).item() == 0
+    large = Box((30, 30, 60, 60), GREEN, "a large one")
+    draw_boxes(make_canvas(grey(96, 96)), [large, *(Box(x, BLUE) for x in small)])
+    assert written == ["1 labels not shown"]  # there is no room between them
+    boxes = np.array([[30, 30, 60, 60], [30, 26, 34, 30]]) * 5.0
+    spot, _ = place_labels(boxes, ["a large one", ""], (480, 480), _font(14))
+    assert shared_areas(np.array([spot]), boxes[1:]).item() == 0
 
 
 def test_panels_keep_their_pixels_and_titles_their_room():

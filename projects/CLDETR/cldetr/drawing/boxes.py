@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import colorsys
 import functools
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from cldetr.files import atomic_path
 
 Color = tuple[int, int, int]
 Corners = tuple[float, float, float, float]
+Point = tuple[float, float]
 
 # The paper's colours (Figures 3 and S1).
 GREEN: Color = (20, 196, 20)  # ground truth
@@ -54,11 +56,17 @@ class Canvas:
     image: Image.Image
     scale: float
 
-    def corners_of(self, box: Box) -> Corners:
-        """Corners in pixels of the canvas, clipped to it."""
-        limits = np.tile(np.array(self.image.size) - 1.0, 2)
-        x0, y0, x1, y1 = (np.array(box.corners) * self.scale).clip(0.0, limits).tolist()
-        return x0, y0, max(x1, x0), max(y1, y0)
+    def corners_of(self, boxes: Sequence[Box]) -> np.ndarray:
+        """Corners (N, 4) in pixels of the canvas, clipped to it."""
+        limits = np.tile(self.image.size, 2) - 1.0
+        corners = np.array([box.corners for box in boxes]).reshape(-1, 4) * self.scale
+        corners = corners.clip(0.0, limits)
+        corners[:, 2:] = np.maximum(corners[:, :2], corners[:, 2:])
+        return corners
+
+    def centres_of(self, boxes: Sequence[Box]) -> np.ndarray:
+        """Centres (N, 2) in pixels of the canvas."""
+        return self.corners_of(boxes).reshape(-1, 2, 2).mean(axis=1)
 
 
 def make_canvas(pixels: np.ndarray, short_side: int = _SHORT_SIDE, fit: bool = False) -> Canvas:
@@ -79,98 +87,91 @@ def make_canvas(pixels: np.ndarray, short_side: int = _SHORT_SIDE, fit: bool = F
 
 def draw_boxes(canvas: Canvas, boxes: Sequence[Box]) -> None:
     """Draws boxes, then their labels on top, those of the first boxes at the best spots."""
-    if not boxes:
-        return
     pen = ImageDraw.Draw(canvas.image)
-    corners = np.array([canvas.corners_of(box) for box in boxes])  # (N, 4)
+    corners = canvas.corners_of(boxes)
     short = min(canvas.image.size)
     crowded = len(boxes) > 20
     line = max(round(short / (320 if crowded else 200)), 1)
     for index in reversed(range(len(boxes))):
         _outline(pen, _inset(corners, index, line), boxes[index].color, line)
     font = _font(max(min(round(short / 34), 26), 13) - (2 if crowded else 0))
-    labels = _Labels(pen, canvas.image.size, corners, font)
-    skipped = sum(
-        bool(box.text) and not labels.put(box.text, index, box.color)
-        for index, box in enumerate(boxes)
-    )
+    labels = place_labels(corners, [box.text for box in boxes], canvas.image.size, font)
+    shown = [(box.text, spot, box.color) for box, spot in zip(boxes, labels, strict=True) if spot]
+    skipped = sum(bool(box.text) for box in boxes) - len(shown)
     if skipped:
-        labels.note(f"{skipped} labels not shown")
+        note = f"{skipped} labels not shown"
+        width, height = _text_size(note, font)
+        right, bottom = canvas.image.size
+        shown.append((note, (right - width, bottom - height, right, bottom), _INK))
+    for text, (x0, y0, x1, y1), color in shown:
+        pen.rectangle((x0, y0, x1 - 1, y1 - 1), fill=color)
+        pen.text((x0 + 3, y0 + 1), text, fill=_ink_on(color), font=font)
 
 
-class _Labels:
-    """Writes texts one after the other, each where it covers the least."""
+def place_labels(
+    boxes: np.ndarray,
+    texts: Sequence[str],
+    size: tuple[int, int],
+    font: ImageFont.FreeTypeFont,
+) -> list[Corners | None]:
+    """Where the label of each box covers the least; None where there is no text or no free spot.
 
-    def __init__(
-        self,
-        pen: ImageDraw.ImageDraw,
-        size: tuple[int, int],
-        boxes: np.ndarray,
-        font: ImageFont.FreeTypeFont,
-    ) -> None:
-        self.pen = pen
-        self.size = np.array(size, dtype=float)
-        self.boxes = boxes
-        self.areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1).clip(min=1.0)
-        self.font = font
-        self.taken = np.zeros((0, 4))
-
-    def put(self, text: str, index: int, color: Color) -> bool:
-        """Writes a label at the best free spot by its box; False where there is none."""
-        size = self._measure(text)
-        starts = self._candidates(self.boxes[index], *size).clip(0, (self.size - size).clip(min=0))
-        spots = np.concatenate([starts, starts + size], axis=1)
+    Args:
+        boxes: (N, 4) corners in pixels of the picture; the labels of the first choose first.
+        texts: of the labels.
+        size: width and height of the picture.
+        font: of the labels.
+    """
+    areas = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1).clip(min=1.0)
+    taken = np.zeros((0, 4))
+    placed: list[Corners | None] = []
+    for box, text in zip(boxes, texts, strict=True):
+        spots = _spots_around(box, _text_size(text, font), np.array(size))
         # How much of each box a label would hide: small objects are not to vanish under a label.
-        hidden = _shared_areas(spots, self.boxes) / self.areas
-        free = _shared_areas(spots, self.taken).sum(axis=1) == 0
+        hidden = _shared_areas(spots, boxes) / areas
+        free = _shared_areas(spots, taken).sum(axis=1) == 0
         free &= hidden.max(axis=1) <= _MAX_HIDDEN
-        if not free.any():
-            return False
+        if not text or not free.any():
+            placed.append(None)
+            continue
         cost = np.where(free, hidden.sum(axis=1) + 0.04 * np.arange(len(spots)), np.inf)
-        self._write(text, spots[int(cost.argmin())], color)
-        return True
+        x0, y0, x1, y1 = spots[cost.argmin()].tolist()
+        placed.append((x0, y0, x1, y1))
+        taken = np.concatenate([taken, spots[cost.argmin(), None]])
+    return placed
 
-    def note(self, text: str) -> None:
-        """Writes in the lower right corner."""
-        self._write(text, np.concatenate([self.size - self._measure(text), self.size]), _INK)
 
-    @staticmethod
-    def _candidates(box: np.ndarray, width: float, height: float) -> np.ndarray:
-        """Top left points of a label around a box, the preferred first, (N, 2)."""
-        x0, y0, x1, y1 = box.tolist()
-        left, right, above, below = x0 - width, x1 - width, y0 - height, y1 - height
-        points = [(x0, above), (x0, y1), (right, above), (right, y1)]  # above and below
-        points += [(x1, y0), (left, y0)]  # at its sides
-        points += [(x0, y0), (x0, below), (right, y0), (right, below)]  # inside
-        points += [(x1, below), (left, below)]
-        points += [(x0, y0 - 2 * height), (x0, y0 - 3 * height)]  # further away
-        points += [(x0, y1 + height), (x0, y1 + 2 * height)]
-        return np.array(points)
+def _text_size(text: str, font: ImageFont.FreeTypeFont) -> tuple[float, float]:
+    return font.getlength(text) + 6, sum(font.getmetrics()) + 2
 
-    def _measure(self, text: str) -> np.ndarray:
-        return np.array([self.font.getlength(text) + 6, sum(self.font.getmetrics()) + 2])
 
-    def _write(self, text: str, spot: np.ndarray, color: Color) -> None:
-        x0, y0, x1, y1 = spot.tolist()
-        self.pen.rectangle((x0, y0, x1 - 1, y1 - 1), fill=color)
-        self.pen.text((x0 + 3, y0 + 1), text, fill=_ink_on(color), font=self.font)
-        self.taken = np.concatenate([self.taken, spot[None]])
+def _spots_around(box: np.ndarray, size: tuple[float, float], limits: np.ndarray) -> np.ndarray:
+    """Where a label of a size may go around a box, the preferred first, (M, 4)."""
+    (x0, y0, x1, y1), (width, height) = box.tolist(), size
+    left, right, above, below = x0 - width, x1 - width, y0 - height, y1 - height
+    points = [(x0, above), (x0, y1), (right, above), (right, y1)]  # above and below
+    points += [(x1, y0), (left, y0)]  # at its sides
+    points += [(x0, y0), (x0, below), (right, y0), (right, below)]  # inside
+    points += [(x1, below), (left, below)]
+    points += [(x0, above - height), (x0, above - 2 * height)]  # further away
+    points += [(x0, y1 + height), (x0, y1 + 2 * height)]
+    starts = np.array(points).clip(0, (limits - size).clip(min=0))
+    return np.concatenate([starts, starts + size], axis=1)
 
 
 def draw_links(
-    image: Image.Image, links: Sequence[tuple[Corners, Corners, Color]], width: int = 2
+    image: Image.Image, links: Sequence[tuple[Point, Point, Color]], width: int = 2
 ) -> Image.Image:
-    """Joins the centres of pairs of boxes, in pixels of `image`, by lines with numbered ends."""
+    """Joins pairs of points by lines with numbered ends."""
     fine = 2  # drawn larger and reduced: smooth lines
     layer = Image.new("RGBA", (image.width * fine, image.height * fine))
     pen = ImageDraw.Draw(layer)
     radius = 9 * fine
     font = _font(12 * fine)
-    taken: list[tuple[float, float]] = []
+    taken: list[Point] = []
     pairs = []
-    for *boxes, color in links:
-        centres = [((x0 + x1) / 2 * fine, (y0 + y1) / 2 * fine) for x0, y0, x1, y1 in boxes]
-        ends = [_clear(centre, taken, 2 * radius) for centre in centres]
+    for *points, color in links:
+        ends = [_clear((x * fine, y * fine), taken, 2 * radius) for x, y in points]
         taken += ends
         pairs.append((ends, color))
     for ends, color in pairs:
@@ -196,29 +197,26 @@ def join_panels(
     Returns:
         the joined image and where each image's top left corner went.
     """
-    font = _font(17)
-    margin = 8
-    texts = [_wrap(title, font, image.width) for title, image in zip(titles, images, strict=True)]
+    font, margin = _font(17), 8
     line = sum(font.getmetrics()) + 2
+    columns = int(images[0].width // font.getlength("n"))
+    texts = [textwrap.wrap(title, columns) for title in titles]
     head = margin + line * max(len(lines) for lines in texts)
     foot = margin + line if legend else margin
-    width = sum(image.width for image in images) + gap * (len(images) - 1) + 2 * margin
-    sheet = Image.new("RGB", (width, head + max(x.height for x in images) + foot), _PAPER)
+    lefts = [margin + number * (images[0].width + gap) for number in range(len(images))]
+    width, height = lefts[-1] + images[0].width + margin, head + images[0].height + foot
+    sheet = Image.new("RGB", (width, height), _PAPER)
     pen = ImageDraw.Draw(sheet)
-    corners = []
-    left = margin
-    for image, lines in zip(images, texts, strict=True):
+    for left, image, lines in zip(lefts, images, texts, strict=True):
         for row, text in enumerate(lines):
             pen.text((left, margin // 2 + row * line), text, fill=_INK, font=font)
         sheet.paste(image, (left, head))
-        corners.append((left, head))
-        left += image.width + gap
     x, y = float(margin), sheet.height - line - margin // 2 + 2
     for text, color in legend:
         pen.rectangle((x, y + 2, x + 22, y + line - 8), fill=color, outline=_INK)
         pen.text((x + 28, y - 2), text, fill=_INK, font=font)
         x += 28 + font.getlength(text) + 24
-    return sheet, corners
+    return sheet, [(left, head) for left in lefts]
 
 
 def save_png(image: Image.Image, path: Path) -> None:
@@ -240,9 +238,7 @@ def _ink_on(color: Color) -> Color:
     return _INK if 0.299 * red + 0.587 * green + 0.114 * blue > 140 else _PAPER
 
 
-def _clear(
-    point: tuple[float, float], taken: Sequence[tuple[float, float]], distance: float
-) -> tuple[float, float]:
+def _clear(point: Point, taken: Sequence[Point], distance: float) -> Point:
     """The nearest point below that keeps its distance from others."""
     x, y = point
     for other_x, other_y in sorted(taken, key=lambda other: other[1]):
@@ -272,17 +268,6 @@ def _shared_areas(boxes: np.ndarray, others: np.ndarray) -> np.ndarray:
     low = np.maximum(boxes[:, None, :2], others[None, :, :2])
     high = np.minimum(boxes[:, None, 2:], others[None, :, 2:])
     return (high - low).clip(min=0).prod(axis=2)
-
-
-def _wrap(text: str, font: ImageFont.FreeTypeFont, width: int) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if lines[-1] and font.getlength(longer) > width:
-            lines.append(word)
-        else:
-            lines[-1] = longer
-    return lines
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 
 from cldetr.drawing import boxes
-from cldetr.drawing.boxes import BLUE, GREEN, GREY, YELLOW, Box, Canvas, Color, Corners
+from cldetr.drawing.boxes import BLUE, GREEN, GREY, YELLOW, Box, Canvas, Color
 from cldetr.layers.boxes import box_cxcywh_to_xyxy
 from cldetr.methods.learner import Learner
 from cldetr.methods.pseudo import drop_overlapping, merge
@@ -68,12 +68,10 @@ def examine_image(
         if learner.rule is not None:
             teacher_output = None if learner.teacher is None else learner.teacher.predict(images)
             (pseudo,) = learner.pseudo_labels(teacher_output, [entry])
-            kept = [
-                len(drop_overlapping(_take(pseudo, [index]), truth, learner.rule)) == 1
-                for index in range(len(pseudo))
-            ]
-            clear = _take(pseudo, [index for index, keep in enumerate(kept) if keep])
-            dropped = _take(pseudo, [index for index, keep in enumerate(kept) if not keep])
+            clear = drop_overlapping(pseudo, truth, learner.rule)
+            kept = (pseudo.boxes[:, None] == clear.boxes).all(dim=2).any(dim=1)
+            probs = None if pseudo.probs is None else pseudo.probs[~kept]
+            dropped = Target(pseudo.labels[~kept], pseudo.boxes[~kept], probs)
         merged, _ = merge(truth, clear, limit=output.logits.shape[2])
         mask = learner.seen if learner.mask_unseen else None
         matches = detector.match(output, [merged], mask)
@@ -117,13 +115,11 @@ def draw_scene(scene: Scene, panel: int = _PANEL) -> Image.Image:
     panels.append(("predictions matched one to one", scene.matched))
     legend["matched prediction"] = YELLOW
     sheet, canvases, starts = draw_panels(scene.pixels, panels, legend, panel)
+    centres = (canvases[-2].centres_of(labels) + starts[-2]).tolist()
+    ends = (canvases[-1].centres_of(scene.matched) + starts[-1]).tolist()
     links = [
-        (
-            _on_sheet(canvases[-2], labels[link], starts[-2]),
-            _on_sheet(canvases[-1], box, starts[-1]),
-            labels[link].color,
-        )
-        for box, link in zip(scene.matched, scene.links, strict=True)
+        (centres[link], end, labels[link].color)
+        for link, end in zip(scene.links, ends, strict=True)
     ]
     return boxes.draw_links(sheet, links)
 
@@ -146,11 +142,6 @@ def draw_panels(
     return sheet, canvases, starts
 
 
-def _take(target: Target, indices: list[int]) -> Target:
-    probs = None if target.probs is None else target.probs[indices]
-    return Target(target.labels[indices], target.boxes[indices], probs)
-
-
 def _boxes(
     names: Sequence[str],
     size: tuple[int, int],
@@ -167,8 +158,3 @@ def _boxes(
     if scores is not None:
         texts = [f"{text} {score:.2f}" for text, score in zip(texts, scores.tolist(), strict=True)]
     return [Box(tuple(x), color, text) for x, text in zip(corners.tolist(), texts, strict=True)]
-
-
-def _on_sheet(canvas: Canvas, box: Box, start: tuple[int, int]) -> Corners:
-    x0, y0, x1, y1 = canvas.corners_of(box)
-    return x0 + start[0], y0 + start[1], x1 + start[0], y1 + start[1]

@@ -6,6 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Any
 
 from matplotlib.axes import Axes
 
@@ -98,7 +99,7 @@ def _draw_phases(groups: Sequence[Group], name: str, last: int, ax: Axes) -> Non
         if len(groups) == 1:
             for phase, mean, above in zip(phases, means, _label_above(means), strict=True):
                 shift, side = (7, "bottom") if above else (-7, "top")
-                style = {"textcoords": "offset points", "ha": "center", "va": side}
+                style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": side}
                 ax.annotate(f"{mean:.1f}", (phase, mean), xytext=(0, shift), **style)
     ax.set_xlim(0.6, last + 0.4)
     ax.set_ylim(0, min(max(highest * 1.22, 1.0), 105))

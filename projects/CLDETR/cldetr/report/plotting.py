@@ -200,7 +200,7 @@ def signed(value: float | None, plus: bool = False) -> str:
     return (f"{value:+.1f}" if plus else f"{value:.1f}").replace("-", "−")
 
 
-def short_count(value: float, _: int | None = None) -> str:
+def short_count(value: float, _: float = 0) -> str:
     """A number for an axis: 0.5, 100, 5k, 1.5M."""
     for size, unit in ((1_000_000, "M"), (1_000, "k")):
         if abs(value) >= size:

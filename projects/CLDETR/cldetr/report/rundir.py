@@ -6,12 +6,13 @@ rest is shown without it.
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -23,7 +24,6 @@ from cldetr.evaluation.average_precision import METRICS
 from cldetr.evaluation.results import load_results, summarise
 from cldetr.scenario import Scenario
 
-T = TypeVar("T")
 Pictures = list[tuple[Path, str]]  # files with their captions
 
 
@@ -121,85 +121,78 @@ def read_run(folder: Path) -> Run:
     """Reads all that a run directory has."""
     if not _is_run(folder):
         raise InputError(f"{folder} holds no run: give the OUTPUT_DIR of a run")
-    return _Reader(folder).read()
+    reader = _Reader(folder)
+    settings = reader.read("identity.json", read_identity) or {}
+    scenario = reader.read("manifest.json", load_manifest)
+    matches = (re.fullmatch(r"phase(\d+)", path.name) for path in folder.iterdir())
+    phases = sorted(int(match[1]) for match in matches if match)
+    memories = [
+        reader.read(f"phase{phase}/select/memory.json", ExemplarMemory.load) for phase in phases
+    ]
+    stages, under_way = [], None
+    for phase, name in itertools.product(phases, STAGES):
+        stage = reader.read(f"phase{phase}/{name}/stage.json", _stage)
+        if stage is not None:
+            stages.append(stage)
+        elif (folder / f"phase{phase}" / name).is_dir():
+            under_way = (phase, name)
+    starts = reader.read("starts.json", kind=_STARTS) or {"starts": []}
+    return Run(
+        folder=folder,
+        settings=settings,
+        scenario=scenario,
+        audit=reader.read("audit.json", kind=_AUDIT),
+        starts=starts["starts"],
+        stages=stages,
+        under_way=under_way,
+        results=reader.results(phases, settings, scenario),
+        memory=next((memory for memory in reversed(memories) if memory is not None), None),
+        curve=reader.read("metrics.json", reader.curve) or [],
+        pictures=reader.pictures("pictures"),
+        diagnostics=reader.pictures("diagnostics"),
+        problems=reader.problems,
+    )
 
 
 class _Reader:
-    """Reads the parts of one directory and gathers what is wrong with them."""
+    """Reads the files of one directory and gathers what is wrong with them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.problems: list[str] = []
-        matches = (re.fullmatch(r"phase(\d+)", path.name) for path in folder.iterdir())
-        self.phases = sorted(int(match[1]) for match in matches if match)
 
-    def read(self) -> Run:
-        settings = self._attempt(read_identity, "identity.json") or {}
-        scenario = self._attempt(load_manifest, "manifest.json")
-        memories = [
-            self._attempt(ExemplarMemory.load, f"phase{phase}/select/memory.json")
-            for phase in self.phases
-        ]
-        stages, under_way = self._stages()
-        return Run(
-            folder=self.folder,
-            settings=settings,
-            scenario=scenario,
-            audit=self._attempt(_checked(_AUDIT), "audit.json"),
-            starts=(self._attempt(_checked(_STARTS), "starts.json") or {"starts": []})["starts"],
-            stages=stages,
-            under_way=under_way,
-            results=self._results(settings, scenario),
-            memory=next((memory for memory in reversed(memories) if memory is not None), None),
-            curve=self._attempt(self._curve, "metrics.json") or [],
-            pictures=self._pictures("pictures"),
-            diagnostics=self._pictures("diagnostics"),
-            problems=self.problems,
-        )
-
-    def _attempt(self, read: Callable[[Path], T], name: str) -> T | None:
-        """What a reader makes of a file; None where it is absent or not as it should be."""
+    def read(self, name: str, load: Callable[[Path], Any] = read_json, kind: Any = Any) -> Any:
+        """What a file holds; None where it is absent or has not at least the fields of `kind`."""
         path = self.folder / name
         if not path.exists():
             return None
         try:
-            return read(path)
+            content = load(path)
+            msgspec.convert(content, kind)
+            return content
         except (InputError, msgspec.MsgspecError, OSError, ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
             reason = reason.replace(str(path), name)  # the page may be read on another machine
             self.problems.append(reason if name in reason else f"{name}: {reason}")
             return None
 
-    def _stages(self) -> tuple[list[Stage], tuple[int, str] | None]:
-        stages, under_way = [], None
-        for phase in self.phases:
-            for name in STAGES:
-                stage = self._attempt(_stage, f"phase{phase}/{name}/stage.json")
-                if stage is not None:
-                    stages.append(stage)
-                elif (self.folder / f"phase{phase}" / name).is_dir():
-                    under_way = (phase, name)
-        return stages, under_way
-
-    def _results(
-        self, settings: dict[str, Any], scenario: Scenario | None
+    def results(
+        self, phases: Sequence[int], settings: dict[str, Any], scenario: Scenario | None
     ) -> dict[str, Any] | None:
         """results.json, or of an unfinished run the same from the phases that are evaluated."""
-        whole = self._attempt(_checked(_RESULTS, load_results), "results.json")
+        whole: dict[str, Any] | None = self.read("results.json", load_results, _RESULTS)
         entries: list[dict[str, Any]] = []
-        for phase in self.phases:
-            entry = self._attempt(_checked(_Entry), f"phase{phase}/evaluate/metrics.json")
+        for phase in phases:
+            entry = self.read(f"phase{phase}/evaluate/metrics.json", kind=_Entry)
             if entry is None or entry["phase"] != len(entries) + 1:
                 break
             entries.append(entry)
-        if whole is not None and len(whole["phases"]) >= len(entries):
+        if not entries or (whole is not None and len(whole["phases"]) >= len(entries)):
             return whole
-        if not entries:
-            return None
         name = "unknown scenario" if scenario is None else scenario.name
         return summarise(entries, scenario=name, method=str(settings.get("METHOD.NAME", "run")))
 
-    def _curve(self, path: Path) -> list[dict[str, float]]:
+    def curve(self, path: Path) -> list[dict[str, float]]:
         """The lines of metrics.json by iteration; where a run was resumed, the later ones count."""
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
         points: dict[float, dict[str, float]] = {}
@@ -216,8 +209,9 @@ class _Reader:
             self.problems.append(f"{path.name}: {bad} of {len(lines)} lines cannot be read")
         return [points[iteration] for iteration in sorted(points)]
 
-    def _pictures(self, name: str) -> Pictures:
-        captions = self._attempt(read_json, f"{name}/captions.json") or {}
+    def pictures(self, name: str) -> Pictures:
+        """The pictures of a folder with their captions, those of the last phase first."""
+        captions = self.read(f"{name}/captions.json") or {}
         files = sorted((self.folder / name).glob("*.png"), key=_latest_first)
         return [
             (file, str(captions.get(file.name, re.sub(r"[_\W]+", " ", file.stem).strip())))
@@ -225,50 +219,33 @@ class _Reader:
         ]
 
 
-def _shape(**fields: Any) -> Any:
-    return msgspec.defstruct("Shape", list(fields.items()))
+def _shape(name: str, **fields: Any) -> Any:
+    return msgspec.defstruct(name, list(fields.items()))
 
 
 # What pages read of the files; these may hold more, and a metric that they lack is "n/a".
 _OTHERS = [(metric, float | None, None) for metric in METRICS if metric != "AP"]
 _Scores: Any = msgspec.defstruct("Scores", [("AP", float | None), *_OTHERS])
 _Entry: Any = _shape(
-    phase=int,
-    all=_Scores,
-    old=_Scores | None,
-    new=_Scores,
-    groups=list[_Scores],
-    per_category=dict[str, _Scores],
+    "Entry",
+    **{"phase": int, "all": _Scores, "old": _Scores | None, "new": _Scores},
+    **{"groups": list[_Scores], "per_category": dict[str, _Scores]},
 )
 _RESULTS = _shape(
-    scenario=str,
-    method=str,
-    phases=list[_Entry],
-    matrix=list[list[float | None]],
+    "Results",
+    **{"scenario": str, "method": str, "phases": list[_Entry], "matrix": list[list[float | None]]},
     **dict.fromkeys(("fpp", "gap_to_joint"), _Scores | None),
     **dict.fromkeys(("average_AP", "forgetting", "backward_transfer"), float | None),
 )
 _COUNTS = ("index", "classes", "images", "annotated", "empty", "instances", "crowd")
 _Phase: Any = _shape(
+    "Phase",
     **dict.fromkeys(_COUNTS, int),
     **dict.fromkeys(("hidden", "instances_per_class"), dict[str, int]),
 )
-_AUDIT = _shape(phases=list[_Phase], overlap=list[dict[str, Any]])
-_Start: Any = _shape(time=str, device=str, processes=int, versions=dict[str, str | None])
-_STARTS = _shape(starts=list[_Start])
-
-
-def _checked(
-    kind: Any, read: Callable[[Path], dict[str, Any]] = read_json
-) -> Callable[[Path], dict[str, Any]]:
-    """A reader of JSON files that have at least the fields of a shape."""
-
-    def read_checked(path: Path) -> dict[str, Any]:
-        content = read(path)
-        msgspec.convert(content, kind)
-        return content
-
-    return read_checked
+_AUDIT = _shape("Audit", phases=list[_Phase], overlap=list[dict[str, Any]])
+_Start: Any = _shape("Start", time=str, device=str, processes=int, versions=dict[str, str | None])
+_STARTS = _shape("Starts", starts=list[_Start])
 
 
 def _stage(path: Path) -> Stage:

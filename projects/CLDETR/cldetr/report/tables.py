@@ -49,34 +49,33 @@ def category_changes(results: Mapping[str, Any] | None) -> list[Change]:
     return list(found.values())
 
 
-@dataclass(frozen=True)
+@dataclass
 class CategoryCounts:
     """How often a category occurs; None where the run does not say."""
 
     name: str
     phase: int
-    data: int | None  # labelled objects in its phase
-    exemplars: int | None  # of these, those that are kept
-    pseudo: float | None  # pseudo-labels in one pass over the images of each later phase
+    data: int  # labelled objects in its phase
+    exemplars: int | None = None  # of these, those that are kept
+    pseudo: float | None = None  # pseudo-labels in one pass over the images of each later phase
 
 
 def category_counts(run: Run) -> list[CategoryCounts]:
     """The distribution of categories over data, exemplars and pseudo-labels, phase by phase."""
-    found: dict[str, tuple[int, int, int | None]] = {}  # phase, in data, in exemplars
-    for chosen in run.memory.phases if run.memory else ():
-        for kept in chosen.classes:
-            found[kept.name] = (chosen.index, kept.objects_in_data, kept.objects_in_exemplars)
+    found: dict[str, CategoryCounts] = {}
+    for phase in run.memory.phases if run.memory else ():
+        for kept in phase.classes:
+            counts = (kept.objects_in_data, kept.objects_in_exemplars)
+            found[kept.name] = CategoryCounts(kept.name, phase.index, *counts)
     for entry in run.audit["phases"] if run.audit else ():
         for name, count in entry["instances_per_class"].items():
-            found.setdefault(name, (entry["index"], count, None))
+            found.setdefault(name, CategoryCounts(name, entry["index"], count))
     pseudo = pseudo_per_pass(run.stages)
-    last = max((phase for phase, *_ in found.values()), default=0)  # its classes were never old
-    return [
-        CategoryCounts(
-            name, phase, *counts, None if pseudo is None or phase == last else pseudo[name]
-        )
-        for name, (phase, *counts) in sorted(found.items(), key=lambda item: item[1][0])
-    ]
+    last = max((x.phase for x in found.values()), default=0)  # its classes were never old
+    for x in found.values():
+        if pseudo is not None and x.phase < last:
+            x.pseudo = pseudo.get(x.name, 0.0)
+    return list(found.values())
 
 
 def pseudo_per_pass(stages: Sequence[Stage]) -> dict[str, float] | None:
@@ -193,12 +192,12 @@ class Group:
         """
         evaluated = [run.results["phases"] for run in self.runs if run.results]
         furthest = max((len(phases) for phases in evaluated), default=0)
-        values: dict[int, list[float]] = {}
+        values: defaultdict[int, list[float]] = defaultdict(list)
         for phases in evaluated:
             for entry in phases if len(phases) == furthest else ():
                 scores = entry["all"] if name == "old" and entry["phase"] == 1 else entry[name]
                 if scores is not None and scores["AP"] is not None:
-                    values.setdefault(entry["phase"], []).append(scores["AP"])
+                    values[entry["phase"]].append(scores["AP"])
         return [(phase, fmean(found)) for phase, found in sorted(values.items())]
 
     @property
@@ -208,23 +207,25 @@ class Group:
 
     def finals(self, name: str, metric: str = "AP") -> list[float]:
         """A set's metric after the last phase, of each finished run."""
-        sets = [run.results["phases"][-1][name] for run in self.finished if run.results]
+        sets = [results["phases"][-1][name] for results in self._results()]
         return [value for x in sets if x and (value := x.get(metric)) is not None]
 
     def numbers(self, key: str) -> list[float]:
         """The same of a number of the whole run: "fpp" (its AP), "average_AP", "forgetting"."""
-        found = [run.results[key] for run in self.finished if run.results]
+        found = [results[key] for results in self._results()]
         values = [value["AP"] if isinstance(value, dict) else value for value in found]
         return [value for value in values if value is not None]
 
     def final_by_category(self) -> dict[str, float]:
         """The mean AP of each category after the last phase, over the finished runs."""
-        values: dict[str, list[float]] = {}
-        for run in self.finished:
-            for name, scores in run.results["phases"][-1]["per_category"].items():
-                if scores["AP"] is not None:
-                    values.setdefault(name, []).append(scores["AP"])
-        return {name: fmean(found) for name, found in values.items()}
+        values: defaultdict[str, list[float]] = defaultdict(list)
+        for results in self._results():
+            for name, scores in results["phases"][-1]["per_category"].items():
+                values[name] += [] if scores["AP"] is None else [scores["AP"]]
+        return {name: fmean(found) for name, found in values.items() if found}
+
+    def _results(self) -> list[dict[str, Any]]:
+        return [run.results for run in self.finished if run.results]
 
 
 def mean_of(values: Sequence[float]) -> tuple[float, float | None] | None:
@@ -246,27 +247,24 @@ def mean_text(values: Sequence[float]) -> str:
 
 def group_runs(runs: Sequence[Run]) -> list[Group]:
     """Puts together runs that differ in nothing but their seeds, and names each group."""
-    members: dict[str, list[Run]] = {}
+    members: defaultdict[str, list[Run]] = defaultdict(list)
     for run in runs:
         # Where the first phase is shared, each seed has a file of its own.
         rest = {k: v for k, v in run.settings.items() if k not in (*_SEEDS, "MODEL.DETECTOR")}
-        key = json.dumps(rest, sort_keys=True) if rest else str(run.folder)
-        members.setdefault(key, []).append(run)
-    groups: list[tuple[Run, ...]] = []
+        members[json.dumps(rest, sort_keys=True) if rest else str(run.folder)].append(run)
+    groups: list[Sequence[Run]] = []
     for found in members.values():
         seeds = {tuple(run.settings.get(key) for key in _SEEDS) for run in found}
-        groups += [tuple(found)] if len(seeds) == len(found) else [(run,) for run in found]
-    several = len({run.scenario_name for run in runs}) > 1
-    labels = [
-        f"{group[0].method}, {group[0].scenario_name}" if several else group[0].method
-        for group in groups
-    ]
+        groups += [found] if len(seeds) == len(found) else [[run] for run in found]
+    labels = [group[0].method for group in groups]
+    if len({run.scenario_name for run in runs}) > 1:
+        labels = [f"{group[0].method}, {group[0].scenario_name}" for group in groups]
     folders = [group[0].folder.resolve() for group in groups]
     ends = _distinct_ends(  # a sweep has the seeds of a config in one folder
         [x.parent if len(group) > 1 else x for x, group in zip(folders, groups, strict=True)]
     )
     return [
-        Group(f"{label} ({end})" if labels.count(label) > 1 else label, group)
+        Group(f"{label} ({end})" if labels.count(label) > 1 else label, tuple(group))
         for label, end, group in zip(labels, ends, groups, strict=True)
     ]
 
