@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from PIL import Image, ImageDraw
+from PIL import ImageDraw
 
 from cldetr.drawing.boxes import (
     BLUE,
@@ -11,7 +11,7 @@ from cldetr.drawing.boxes import (
     _font,
     class_color,
     draw_boxes,
-    join_panels,
+    draw_panels,
     make_canvas,
     place_labels,
 )
@@ -122,11 +122,13 @@ def test_no_label_hides_a_small_object(written):
 
 
 def test_panels_keep_their_pixels_and_titles_their_room():
-    image = Image.fromarray(grey(480, 480))
-    sheet, corners = join_panels([image, image], ["a", "b " * 80], [("ground truth", GREEN)])
-    for x, y in corners:
-        np.testing.assert_array_equal(np.asarray(sheet)[y : y + 480, x : x + 480], grey(480, 480))
-    assert corners[0][1] > 40  # the long title takes lines of its own
+    panels = [("a", []), ("b " * 80, [Box((10, 20, 30, 40), GREEN)])]
+    sheet, centres = draw_panels(grey(480, 480), panels, {"ground truth": GREEN})
+    left, top = (round(x) for x in centres[1][0] - (492 + 20, 30))
+    np.testing.assert_array_equal(
+        np.asarray(sheet)[top : top + 480, left : left + 480], grey(480, 480)
+    )
+    assert top > 40  # the long title takes lines of its own
     assert has_color(sheet, GREEN, (0, sheet.height - 30, 60, sheet.height))
 
 

@@ -26,8 +26,8 @@ from cldetr.analysis.pseudo_label_stats import match_true_positives
 from cldetr.config import method_of
 from cldetr.data.mapper import Augmentation, Mapper
 from cldetr.data.views import View
-from cldetr.drawing.boxes import GREEN, RED, YELLOW, Box, save_png
-from cldetr.drawing.scene import draw_panels, draw_scene, examine_image
+from cldetr.drawing.boxes import GREEN, RED, YELLOW, Box, draw_panels, save_png
+from cldetr.drawing.scene import draw_scene, examine_image
 from cldetr.engine.checkpoint import load_state
 from cldetr.engine.ledger import read_json
 from cldetr.engine.restore import build_detector, config_of_run, final_weights, training_weights
@@ -170,11 +170,8 @@ class RunArtist:
 
     def learner(self, phase: int) -> Learner:
         """The learner of the phase's training step as far as it has come."""
-        detector = old = self._detector(training_weights(self.root, phase), f"phase {phase}")
-        if phase > 1:
-            path = final_weights(self.root, phase - 1)
-            assert path is not None
-            old = self._detector(load_state(path), str(path))
+        detector = self._detector(phase, training_weights(self.root, phase))
+        old = detector if phase == 1 else self._detector(phase - 1)
         learner = training_learner(detector, self.method, self.scenario, phase, old)
         learner.progress = 1.0
         return learner.to(self.cfg.MODEL.DEVICE)
@@ -183,18 +180,21 @@ class RunArtist:
         """The newest models of the phase before and of the phase, with what to call them."""
         models = []
         for number in (phase - 1, phase) if phase > 1 else (phase,):
-            path = final_weights(self.root, number)
-            state = load_state(path) if path is not None else training_weights(self.root, number)
-            detector = self._detector(state, f"phase {number}")
             seen = [self.names[label] for label in self.scenario.seen(number)]
+            detector = self._detector(number)
             predictor = Predictor(detector, self.scenario.categories, self.augmentation, seen)
-            when = "so far" if path is None else "before" if number < phase else "after"
+            ended = final_weights(self.root, number) is not None
+            when = "so far" if not ended else "before" if number < phase else "after"
             models.append((f"{when} phase {phase}", predictor))
         return models
 
-    def _detector(self, state: Mapping[str, Any] | None, origin: str) -> Detector:
+    def _detector(self, phase: int, state: Mapping[str, Any] | None = None) -> Detector:
+        """The detector of a phase with a state, by default its newest."""
+        path = final_weights(self.root, phase)
+        if state is None:
+            state = load_state(path) if path else training_weights(self.root, phase)
         assert state is not None
-        return build_detector(self.cfg, state, origin, self.cfg.MODEL.DEVICE)
+        return build_detector(self.cfg, state, f"phase {phase}", self.cfg.MODEL.DEVICE)
 
     def _matching(self, learner: Learner, phase: int, index: int) -> Image.Image:
         rng = np.random.default_rng(0)  # nothing is drawn from it: the mapper is deterministic

@@ -12,7 +12,7 @@ from __future__ import annotations
 import colorsys
 import functools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,10 +63,6 @@ class Canvas:
         corners = corners.clip(0.0, limits)
         corners[:, 2:] = np.maximum(corners[:, :2], corners[:, 2:])
         return corners
-
-    def centres_of(self, boxes: Sequence[Box]) -> np.ndarray:
-        """Centres (N, 2) in pixels of the canvas."""
-        return self.corners_of(boxes).reshape(-1, 2, 2).mean(axis=1)
 
 
 def make_canvas(pixels: np.ndarray, short_side: int = _SHORT_SIDE, fit: bool = False) -> Canvas:
@@ -186,37 +182,41 @@ def draw_links(
     return Image.alpha_composite(image.convert("RGBA"), layer).convert("RGB")
 
 
-def join_panels(
-    images: Sequence[Image.Image],
-    titles: Sequence[str],
-    legend: Sequence[tuple[str, Color]] = (),
-    gap: int = 12,
-) -> tuple[Image.Image, list[tuple[int, int]]]:
-    """Sets images of one size side by side, each under its title, with a legend below.
+def draw_panels(
+    pixels: np.ndarray,
+    panels: Sequence[tuple[str, Sequence[Box]]],
+    legend: Mapping[str, Color],
+    short_side: int = _SHORT_SIDE,
+) -> tuple[Image.Image, list[np.ndarray]]:
+    """Draws an image several times side by side, each with a title and boxes of its own.
 
     Returns:
-        the joined image and where each image's top left corner went.
+        the sheet, with the legend below, and for each panel the centres of its boxes on the sheet.
     """
-    font, margin = _font(17), 8
+    font, margin, gap = _font(17), 8, 12
     line = sum(font.getmetrics()) + 2
-    columns = int(images[0].width // font.getlength("n"))
-    texts = [textwrap.wrap(title, columns) for title in titles]
-    head = margin + line * max(len(lines) for lines in texts)
-    foot = margin + line if legend else margin
-    lefts = [margin + number * (images[0].width + gap) for number in range(len(images))]
-    width, height = lefts[-1] + images[0].width + margin, head + images[0].height + foot
-    sheet = Image.new("RGB", (width, height), _PAPER)
+    canvases = [make_canvas(pixels, short_side, fit=True) for _ in panels]
+    width, height = canvases[0].image.size
+    titles = [textwrap.wrap(title, int(width // font.getlength("n"))) for title, _ in panels]
+    top = margin + line * max(len(lines) for lines in titles)
+    lefts = [margin + number * (width + gap) for number in range(len(panels))]
+    size = (lefts[-1] + width + margin, top + height + margin + line)
+    sheet = Image.new("RGB", size, _PAPER)
     pen = ImageDraw.Draw(sheet)
-    for left, image, lines in zip(lefts, images, texts, strict=True):
+    centres = []
+    for canvas, (_, boxes), lines, left in zip(canvases, panels, titles, lefts, strict=True):
+        draw_boxes(canvas, boxes)
+        sheet.paste(canvas.image, (left, top))
         for row, text in enumerate(lines):
             pen.text((left, margin // 2 + row * line), text, fill=_INK, font=font)
-        sheet.paste(image, (left, head))
+        corners = canvas.corners_of(boxes) + np.array([left, top, left, top])
+        centres.append((corners[:, :2] + corners[:, 2:]) / 2)
     x, y = float(margin), sheet.height - line - margin // 2 + 2
-    for text, color in legend:
+    for text, color in legend.items():
         pen.rectangle((x, y + 2, x + 22, y + line - 8), fill=color, outline=_INK)
         pen.text((x + 28, y - 2), text, fill=_INK, font=font)
         x += 28 + font.getlength(text) + 24
-    return sheet, [(left, head) for left in lefts]
+    return sheet, centres
 
 
 def save_png(image: Image.Image, path: Path) -> None:

@@ -15,14 +15,20 @@ import numpy as np
 import torch
 from PIL import Image
 
-from cldetr.drawing import boxes
-from cldetr.drawing.boxes import BLUE, GREEN, GREY, YELLOW, Box, Canvas, Color
+from cldetr.drawing.boxes import (
+    BLUE,
+    GREEN,
+    GREY,
+    YELLOW,
+    Box,
+    Color,
+    draw_links,
+    draw_panels,
+)
 from cldetr.layers.boxes import box_cxcywh_to_xyxy
 from cldetr.methods.learner import Learner
 from cldetr.methods.pseudo import drop_overlapping, merge
 from cldetr.modeling.structures import DetrOutput, Target
-
-_PANEL = 480  # short side of a panel; its long side is at most 5/3 of that
 
 
 @dataclass(frozen=True)
@@ -94,11 +100,11 @@ def examine_image(
     )
 
 
-def draw_scene(scene: Scene, panel: int = _PANEL) -> Image.Image:
+def draw_scene(scene: Scene, short_side: int = 480) -> Image.Image:
     """Draws a scene: hidden objects and pseudo-labels, the merged labels, the matched predictions.
 
-    Lines lead from each label to the prediction that it is matched with. `panel` is the short side
-    of each picture.
+    Lines lead from each label to the prediction that it is matched with. `short_side` is that of
+    each picture; its long side is at most 5/3 of it.
     """
     panels: list[tuple[str, list[Box]]] = []
     pseudo, dropped = scene.pseudo, scene.dropped
@@ -114,32 +120,12 @@ def draw_scene(scene: Scene, panel: int = _PANEL) -> Image.Image:
     panels.append(("merged labels" if pseudo else "labels", labels))
     panels.append(("predictions matched one to one", scene.matched))
     legend["matched prediction"] = YELLOW
-    sheet, canvases, starts = draw_panels(scene.pixels, panels, legend, panel)
-    centres = (canvases[-2].centres_of(labels) + starts[-2]).tolist()
-    ends = (canvases[-1].centres_of(scene.matched) + starts[-1]).tolist()
+    sheet, centres = draw_panels(scene.pixels, panels, legend, short_side)
+    starts, ends = (points.tolist() for points in centres[-2:])
     links = [
-        (centres[link], end, labels[link].color)
-        for link, end in zip(scene.links, ends, strict=True)
+        (starts[link], end, labels[link].color) for link, end in zip(scene.links, ends, strict=True)
     ]
-    return boxes.draw_links(sheet, links)
-
-
-def draw_panels(
-    pixels: np.ndarray,
-    panels: Sequence[tuple[str, Sequence[Box]]],
-    legend: dict[str, Color],
-    panel: int = _PANEL,
-) -> tuple[Image.Image, list[Canvas], list[tuple[int, int]]]:
-    """Draws an image several times side by side, each with a title and boxes of its own.
-
-    Returns the sheet, the canvas of each panel, and where its top left corner is on the sheet.
-    """
-    canvases = [boxes.make_canvas(pixels, panel, fit=True) for _ in panels]
-    for canvas, (_, shown) in zip(canvases, panels, strict=True):
-        boxes.draw_boxes(canvas, shown)
-    titles = [title for title, _ in panels]
-    sheet, starts = boxes.join_panels([x.image for x in canvases], titles, list(legend.items()))
-    return sheet, canvases, starts
+    return draw_links(sheet, links)
 
 
 def _boxes(

@@ -133,6 +133,6 @@ class SnapshotHook(HookBase):
         for number, index in enumerate(self.indices, start=1):
             entry = self.mapper(self.entries[index], rng)
             scene = examine_image(self.trainer.learner, entry, self.names)
-            picture = np.array(draw_scene(scene, panel=_SIDE))
+            picture = np.array(draw_scene(scene, _SIDE))
             tensor = torch.from_numpy(picture.transpose(2, 0, 1))
             self.trainer.storage.put_image(f"{title}/image{number}", tensor)
