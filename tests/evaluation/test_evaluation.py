@@ -336,27 +336,28 @@ def test_two_processes_gather_to_the_result_of_one(problem, tmp_path):
     assert json.loads((tmp_path / "rank1.json").read_text()) == {}
 
 
-def test_a_registered_data_set_may_call_its_images_by_texts(tmp_path):
+@pytest.mark.parametrize("names", [("img_a", "img_b"), ("0007", "0005"), (7, 5)])
+def test_a_registered_data_set_names_its_images_and_orders_them_as_it_likes(tmp_path, names):
+    boxes = {names[0]: [5, 5, 20, 20], names[1]: [10, 12, 39, 30]}
     dicts = [
         {
             "file_name": str(tmp_path / f"{name}.png"),
             "image_id": name,
             "height": 40,
             "width": 40,
-            "annotations": [
-                {"bbox": [5, 5, 20, 20], "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0}
-            ],
+            "annotations": [{"bbox": box, "bbox_mode": BoxMode.XYXY_ABS, "category_id": 0}],
         }
-        for name in ("img_a", "img_b")
+        for name, box in boxes.items()
     ]
     for entry in dicts:
         Image.new("RGB", (40, 40)).save(entry["file_name"])
-    DatasetCatalog.register("texts_as_ids", lambda: dicts)
-    MetadataCatalog.get("texts_as_ids").thing_classes = ["thing"]
-    evaluator = IncrementalEvaluator.from_dataset("texts_as_ids")
-    for name in ("img_b", "img_a"):
+    registered = f"own_ids_{names[0]}_{type(names[0]).__name__}"
+    DatasetCatalog.register(registered, lambda: dicts)
+    MetadataCatalog.get(registered).thing_classes = ["thing"]
+    evaluator = IncrementalEvaluator.from_dataset(registered)
+    for name in reversed(names):
         found = Instances((40, 40))
-        found.pred_boxes = Boxes(torch.tensor([[5.0, 5, 20, 20]]))
+        found.pred_boxes = Boxes(torch.tensor([boxes[name]]).float())
         found.scores, found.pred_classes = torch.tensor([0.9]), torch.tensor([0])
         evaluator.process([{"image_id": name}], [{"instances": found}])
     assert evaluator.evaluate()["all"]["AP"] == pytest.approx(100.0)

@@ -97,6 +97,8 @@ class IncrementalEvaluator(DatasetEvaluator):
         labels = label_table(whole, scenario.categories, scenario.seen(1))
         truth = GroundTruth.from_coco(whole, labels)
         ids = [entry["image_id"] for entry in data]  # may be texts, as Pascal VOC's are
+        if not whole.json_file.is_file():  # Detectron2 sorts a file's images; the truth is sorted
+            ids = [ids[index] for index in np.argsort(whole.image_ids, kind="stable")]
         return cls(truth, scenario, 1, restrict_images=restrict_images, image_ids=ids)
 
     def reset(self) -> None:
