@@ -59,22 +59,16 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _line(finding: Finding) -> str:
-    text = textwrap.fill(
-        finding.text,
+    text = _wrap(finding.text, f"[{_MARKS[finding.status]}] {finding.name:<{_INDENT - 7}}")
+    return f"{text}\n{_wrap(finding.fix, ' ' * _INDENT + '→ ')}" if finding.fix else text
+
+
+def _wrap(text: str, head: str) -> str:
+    return textwrap.fill(
+        text,
         width=_WIDTH,
-        initial_indent=f"[{_MARKS[finding.status]}] {finding.name:<{_INDENT - 7}}",
-        subsequent_indent=" " * _INDENT,
+        initial_indent=head,
+        subsequent_indent=" " * len(head),
         break_on_hyphens=False,
         break_long_words=False,
     )
-    if not finding.fix:
-        return text
-    fix = textwrap.fill(
-        finding.fix,
-        width=_WIDTH,
-        initial_indent=" " * _INDENT + "→ ",
-        subsequent_indent=" " * (_INDENT + 2),
-        break_on_hyphens=False,
-        break_long_words=False,
-    )
-    return f"{text}\n{fix}"

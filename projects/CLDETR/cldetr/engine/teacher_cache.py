@@ -1,4 +1,4 @@
-"""The frozen teacher's predictions on all images of a stage, computed once and kept with the run."""
+"""The frozen teacher's predictions on the images of a stage, computed once, kept with the run."""
 
 from __future__ import annotations
 

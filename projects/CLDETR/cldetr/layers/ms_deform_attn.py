@@ -57,14 +57,10 @@ def ms_deform_attn(
     Raises:
         ValueError: Shapes, types or devices do not fit each other.
     """
+    points = sampling_locations, attention_weights
     if value.dtype in HALF_TYPES:
-        sampling_locations, attention_weights = (
-            sampling_locations.float(),
-            attention_weights.float(),
-        )
-    return torch.ops.cldetr.ms_deform_attn(
-        value, spatial_shapes, sampling_locations, attention_weights
-    )
+        points = points[0].float(), points[1].float()
+    return torch.ops.cldetr.ms_deform_attn(value, spatial_shapes, *points)
 
 
 def ms_deform_attn_reference(
@@ -219,11 +215,9 @@ def _tell_reference_is_used(device: str) -> None:
     logger.warning("ms_deform_attn on %s runs its slower PyTorch formulation: %s", device, reason)
 
 
-def _forward_without_library(
-    value: Tensor, spatial_shapes: Tensor, sampling_locations: Tensor, attention_weights: Tensor
-) -> Tensor:
+def _forward_without_library(value: Tensor, *others: Tensor) -> Tensor:
     _tell_reference_is_used(value.device.type)
-    return ms_deform_attn_reference(value, spatial_shapes, sampling_locations, attention_weights)
+    return ms_deform_attn_reference(value, *others)
 
 
 def _fake_forward(
@@ -235,17 +229,9 @@ def _fake_forward(
 
 
 def _fake_backward(
-    grad_output: Tensor,
-    value: Tensor,
-    spatial_shapes: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        value.new_empty(value.shape),
-        sampling_locations.new_empty(sampling_locations.shape),
-        attention_weights.new_empty(attention_weights.shape),
-    )
+    grad_output: Tensor, value: Tensor, spatial_shapes: Tensor, *points: Tensor
+) -> tuple[Tensor, ...]:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (value, *points))
 
 
 def _save_for_backward(ctx, inputs: tuple[Tensor, ...], output: Tensor) -> None:  # type: ignore[no-untyped-def]
@@ -263,25 +249,14 @@ def _refuse_double_backward(ctx, *grads: Tensor) -> None:  # type: ignore[no-unt
     raise NotImplementedError("ms_deform_attn has no second derivatives")
 
 
-def _autocast(
-    device: str,
-    value: Tensor,
-    spatial_shapes: Tensor,
-    sampling_locations: Tensor,
-    attention_weights: Tensor,
-) -> Tensor:
+def _autocast(device: str, value: Tensor, spatial_shapes: Tensor, *points: Tensor) -> Tensor:
     """Applies the autocast rule that `ms_deform_attn` tells; float64 stays what it is."""
     if value.dtype != torch.float64:
         # Sampling in half precision is a gain on CUDA, where it halves the memory traffic.
         value = value.to(torch.get_autocast_dtype(device) if device == "cuda" else torch.float32)
-        sampling_locations, attention_weights = (
-            sampling_locations.float(),
-            attention_weights.float(),
-        )
+        points = tuple(tensor.float() for tensor in points)
     with torch.autocast(device, enabled=False):
-        return torch.ops.cldetr.ms_deform_attn(
-            value, spatial_shapes, sampling_locations, attention_weights
-        )
+        return torch.ops.cldetr.ms_deform_attn(value, spatial_shapes, *points)
 
 
 # Declared here rather than in C++, so that the op exists, with gradients, shapes and the autocast
