@@ -22,6 +22,8 @@ from detectron2.utils import comm
 
 from cldetr.config import load_config
 from cldetr.engine import IncrementalTrainer, default_argument_parser, default_setup, launch
+from cldetr.engine.plan import make_plan
+from cldetr.errors import InputError
 from cldetr.evaluation.results import format_entry
 from cldetr.report.after_run import show_run
 
@@ -53,9 +55,20 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     return results
 
 
+def print_plan(args: argparse.Namespace) -> None:
+    """Prints what a run will do and need; problems that would stop it are an error."""
+    cfg = load_config(args.config_file, args.opts)
+    plan = make_plan(cfg, Trainer.build_model, processes=args.num_gpus * args.num_machines)
+    print(plan.text())
+    if plan.problems:
+        raise InputError(f"{len(plan.problems)} problems would stop this run")
+
+
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs a command line in one or several processes; returns the exit status."""
     args = default_argument_parser().parse_args(argv)
+    if args.plan:
+        return launch(print_plan, 1, args=(args,))
     return launch(
         main,
         args.num_gpus,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     if seen is not None and args.kind != "cl_detr":
         categories = tuple(category for category in categories if category[1] in seen)
     converted = convert_checkpoint(content, args.kind, categories)
-    about = {
+    about: dict[str, Any] = {
         "kind": converted.kind,
         "categories": None
         if converted.categories is None

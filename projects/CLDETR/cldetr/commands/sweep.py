@@ -14,9 +14,11 @@ import yaml
 
 from cldetr.config import check_keys, load_config, merge_overrides
 from cldetr.config_files import compose, folder_names, part_from
+from cldetr.engine import IncrementalTrainer
 from cldetr.engine.cluster import run_on_cluster
 from cldetr.engine.initial_weights import check_weights
-from cldetr.engine.sweep import Experiment, collect, plan, run_here
+from cldetr.engine.plan import Cost, Plan, make_plan, sum_text
+from cldetr.engine.sweep import Experiment, Job, collect, plan, run_here
 from cldetr.errors import InputError
 from cldetr.files import atomic_path
 from cldetr.report.comparison import write_comparison
@@ -91,6 +93,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY VALUE", help="overrides")
     parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="run nothing: say what each run will do and need, what would make it fail, and the "
+        "sum of all",
+    )
+    parser.add_argument(
         "--table-only", action="store_true", help="run nothing, collect what is there"
     )
 
@@ -108,6 +116,8 @@ def run(args: argparse.Namespace) -> int:
     if gpus is None:
         gpus = int(parameters.get("gpus_per_node", devices)) if args.cluster else devices
     jobs = plan(experiments, args.seeds, args.out, share_first=args.share_first, gpus=gpus)
+    if args.plan:
+        return _print_plan([job for job in jobs if not job.finished])
     room = devices // gpus if gpus else 1
     if not (room or args.parallel or args.cluster or args.table_only):
         raise InputError(f"a run wants {gpus} GPUs, this machine has {devices}")
@@ -127,6 +137,27 @@ def run(args: argparse.Namespace) -> int:
         page = write_comparison(finished, args.out / "report")
         print(f"\nThe runs side by side: {page}")
     return 0
+
+
+def _print_plan(jobs: Sequence[Job]) -> int:
+    """Prints the plan of every run and the sum; returns 2 where one would fail."""
+    plans: list[Plan] = []
+    costs: dict[str, Cost] = {}
+    for job in jobs:
+        plans.append(
+            make_plan(
+                job.cfg,
+                IncrementalTrainer.build_model,
+                name=str(job.folder),
+                processes=max(job.gpus, 1),
+                costs=costs,
+                # What a run takes over from its leader is yet to be trained.
+                check_files=None if job.leader is None else lambda cfg: None,
+            )
+        )
+        print(plans[-1].text())
+    print(sum_text(plans))
+    return 2 if any(found.problems for found in plans) else 0
 
 
 def _experiment(name: str, overrides: Sequence[str], weights: dict[str, str]) -> Experiment:

@@ -162,8 +162,8 @@ def _merge_shared(subsets: Sequence[AnnotatedSubset]) -> list[AnnotatedSubset]:
         )
         for subset in subsets
     ]
-    for numbers, images in shared.items():
-        parts = [subsets[number] for number in numbers]
+    for together, images in shared.items():
+        parts = [subsets[number] for number in together]
         classes = dict.fromkeys(label for part in parts for label in part.classes)
         phases = {part.phase for part in parts}
         phase = phases.pop() if len(phases) == 1 else 0

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _STATE, _DIGEST = "state.pth", "digest.json"  # the files of a checkpoint
 _NAME = re.compile(r"step_\d{8,}")
-_KEEP = 2  # checkpoints of a stage that are kept: the newest and one to fall back on
+KEPT = 2  # checkpoints of a stage that are kept: the newest and one to fall back on
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def save_checkpoint(folder: Path, step: int, state: Mapping[str, Any]) -> None:
         (partial / _DIGEST).write_bytes(_digest_text(step, digest))
     saved = _saved(folder)
     later = [path for path in saved if _step_of(path) > step]  # damaged: they were passed over
-    for old in [*later, *[path for path in saved if path not in later][:-_KEEP]]:
+    for old in [*later, *[path for path in saved if path not in later][:-KEPT]]:
         shutil.rmtree(old)
 
 

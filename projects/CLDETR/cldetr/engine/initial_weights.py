@@ -119,7 +119,9 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
 def _proposal_head(detector: Detector) -> tuple[str, ...]:
     """How the names of a two-stage detector's class head of proposals begin; nothing of others."""
     two_stage = getattr(getattr(detector, "transformer", None), "two_stage", False)
-    return (f"class_embed.{len(detector.class_embed) - 1}.",) if two_stage else ()
+    return tuple(
+        f"{name.rpartition('.')[0]}." for name in detector.class_parameters()[-1:] * two_stage
+    )
 
 
 def _tensors(state: Mapping[str, Any], detector: Detector) -> dict[str, Tensor]:

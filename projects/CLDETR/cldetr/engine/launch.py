@@ -41,6 +41,11 @@ on a CPU --num-gpus is the number of processes
     )
     parser.description = "Trains a detector through all phases of an incremental scenario."
     parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="train nothing: say what the run will do and need, and what would make it fail",
+    )
+    parser.add_argument(
         "--timeout",
         type=float,
         default=30.0,
