@@ -249,6 +249,17 @@ def test_commands_links_files_and_keys_of_a_page_exist(page):
     assert not page_problems(page, page.read_text(encoding="utf-8"))
 
 
+def test_commands_in_comments_of_configs_and_scripts_parse():
+    files = [*(ROOT / "configs").rglob("*.yaml"), *(ROOT / "configs/lazy").glob("*.py")]
+    files += [ROOT / "train_net.py", *(ROOT / "benchmarks").glob("*.py")]
+    for file in files:
+        head = re.match(r'(?:#.*\n|"""(?:.|\n)*?""")*', file.read_text(encoding="utf-8"))[0]
+        text = re.sub("^#", " ", head, flags=re.MULTILINE)
+        lines = [line for line, complete in command_lines(text) if complete]
+        problems = [f"{line}: {problem}" for line in lines if (problem := command_problem(line))]
+        assert not problems, file
+
+
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [

@@ -1,8 +1,8 @@
 """The twin of configs/custom.yaml: your own data in COCO format, on one small GPU.
 
-train_net.py --config-file configs/lazy/custom.py \
-    "dataloader.train.dataset.names=['old.json:images', 'new.json:images']" \
-    "dataloader.test.dataset.names=['test.json:images']"
+    python train_net.py --config-file configs/lazy/custom.py \
+        "dataloader.train.dataset.names=['old.json:images', 'new.json:images']" \
+        "dataloader.test.dataset.names=['test.json:images']"
 """
 
 from .coco import dataloader, method, model, train
