@@ -80,14 +80,16 @@ class Augmentation:
             )
         size = (height, width)
         if rng.random() < self.crop and self.crop_short_sides:
-            size = _resize(steps, size, int(rng.choice(self.crop_short_sides)), None)
-            size = _crop(steps, size, self.crop_size, rng)
-        if self.short_sides and self.sampling == "range":
-            low, high = self.short_sides
-            side = int(rng.integers(low, high, endpoint=True))
-            _resize(steps, size, side, self.max_side)
-        elif self.short_sides:
-            _resize(steps, size, int(rng.choice(self.short_sides)), self.max_side)
+            resize = _resize(size, int(rng.choice(self.crop_short_sides)))
+            crop = _crop((resize.new_h, resize.new_w), self.crop_size, rng)
+            steps += [resize, crop]
+            size = (crop.h, crop.w)
+        if self.short_sides:
+            if self.sampling == "range":
+                side = rng.integers(*self.short_sides, endpoint=True)
+            else:
+                side = rng.choice(self.short_sides)
+            steps.append(_resize(size, int(side), self.max_side))
         return T.TransformList(steps)
 
     def deterministic(self) -> Augmentation:
@@ -102,10 +104,9 @@ class Augmentation:
 
     def test_transform(self, height: int, width: int) -> T.TransformList:
         """The transform of a test image."""
-        steps: list[T.Transform] = []
-        if self.test_short_side:
-            _resize(steps, (height, width), self.test_short_side, self.test_max_side)
-        return T.TransformList(steps)
+        if not self.test_short_side:
+            return T.TransformList([])
+        return T.TransformList([_resize((height, width), self.test_short_side, self.test_max_side)])
 
 
 class Mapper:
@@ -183,13 +184,10 @@ def _instances(
         [BoxMode.convert(obj["bbox"], obj["bbox_mode"], BoxMode.XYXY_ABS) for obj in kept],
         dtype=np.float64,
     ).reshape(-1, 4)
-    boxes = np.asarray(transforms.apply_box(boxes), dtype=np.float64).reshape(-1, 4)
-    height, width = size
-    boxes = boxes.clip(min=0.0, max=np.array([width, height, width, height], dtype=np.float64))
-    alive = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
+    moved, alive = _move(boxes, transforms, np.zeros(2), np.array(size[::-1]))
     labels = np.array([obj["category_id"] for obj in kept], dtype=np.int64)
     instances = Instances(size)
-    instances.gt_boxes = Boxes(torch.from_numpy(boxes[alive]).float())
+    instances.gt_boxes = moved
     instances.gt_classes = torch.from_numpy(labels[alive])
     return instances
 
@@ -213,41 +211,39 @@ def _predictions(
     """
     frame = np.array([[0.0, 0.0, before[1], before[0]]])
     frame = np.asarray(transforms.apply_box(frame), dtype=np.float64).reshape(4)
-    boxes = np.asarray(transforms.apply_box(stored.boxes.astype(np.float64))).reshape(-1, 4)
-    height, width = after
+    size = np.array(after[::-1])
     low = np.where(frame[:2] < -_PIXEL_NOISE, 0.0, -np.inf)
-    high = np.where(frame[2:] > np.array([width, height]) + _PIXEL_NOISE, [width, height], np.inf)
-    boxes = boxes.clip(min=np.tile(low, 2), max=np.tile(high, 2))
-    alive = torch.from_numpy((boxes[:, 2:] > boxes[:, :2]).all(axis=1))
+    high = np.where(frame[2:] > size + _PIXEL_NOISE, size, np.inf)
     carried = Instances(after)
-    carried.pred_boxes = Boxes(torch.from_numpy(boxes).float()[alive])
-    carried.scores = torch.from_numpy(stored.scores)[alive]
+    carried.pred_boxes, alive = _move(stored.boxes.astype(np.float64), transforms, low, high)
+    carried.scores = torch.from_numpy(stored.scores[alive])
     if stored.background is not None:
-        carried.background = torch.from_numpy(stored.background)[alive]
+        carried.background = torch.from_numpy(stored.background[alive])
     return carried
 
 
-def _resize(
-    steps: list[T.Transform], size: tuple[int, int], short_side: int, max_side: int | None
-) -> tuple[int, int]:
-    height, width = size
-    limit = max_side if max_side is not None else 1 << 30
-    new_height, new_width = T.ResizeShortestEdge.get_output_shape(height, width, short_side, limit)
-    steps.append(T.ResizeTransform(height, width, new_height, new_width))
-    return new_height, new_width
+def _move(
+    boxes: np.ndarray, transforms: T.TransformList, low: np.ndarray, high: np.ndarray
+) -> tuple[Boxes, np.ndarray]:
+    """Transforms boxes (N, 4) and clips them; returns those with an area, and a mask of them."""
+    boxes = np.asarray(transforms.apply_box(boxes), dtype=np.float64).reshape(-1, 4)
+    boxes = boxes.clip(np.tile(low, 2), np.tile(high, 2))
+    alive = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
+    return Boxes(torch.from_numpy(boxes[alive]).float()), alive
+
+
+def _resize(size: tuple[int, int], short_side: int, max_side: int = 1 << 30) -> T.ResizeTransform:
+    new = T.ResizeShortestEdge.get_output_shape(*size, short_side, max_side)
+    return T.ResizeTransform(*size, *new)
 
 
 def _crop(
-    steps: list[T.Transform],
-    size: tuple[int, int],
-    window: tuple[int, int],
-    rng: np.random.Generator,
-) -> tuple[int, int]:
+    size: tuple[int, int], window: tuple[int, int], rng: np.random.Generator
+) -> T.CropTransform:
     height, width = size
-    low, high = window
-    crop_width = int(rng.integers(min(width, low), min(width, high), endpoint=True))
-    crop_height = int(rng.integers(min(height, low), min(height, high), endpoint=True))
+    crop_width, crop_height = (
+        int(rng.integers(*np.minimum(side, window), endpoint=True)) for side in (width, height)
+    )
     left = int(rng.integers(0, width - crop_width, endpoint=True))
     top = int(rng.integers(0, height - crop_height, endpoint=True))
-    steps.append(T.CropTransform(left, top, crop_width, crop_height, width, height))
-    return crop_height, crop_width
+    return T.CropTransform(left, top, crop_width, crop_height, width, height)
