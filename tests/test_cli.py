@@ -43,9 +43,29 @@ def test_unknown_command_lists_the_known_ones(capsys):
     assert "split" in capsys.readouterr().err
 
 
-def test_what_the_user_can_mend_is_one_message_with_status_2(tmp_path):
+def test_what_the_user_can_fix_is_one_message_with_status_2(tmp_path):
     command = [sys.executable, "-m", "cldetr.cli", "shapes", "--out", str(tmp_path), "--size", "3"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2
-    assert "size is 3: choose 48 to 1024 px" in done.stderr
+    assert "size is 3: choose 48 to 1024" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_module_of_the_users_is_imported_before_the_command(tmp_path, monkeypatch, capsys):
+    from cldetr.data.exemplars import STRATEGIES
+
+    code = "from cldetr.data.exemplars import STRATEGIES\nSTRATEGIES['mine'] = STRATEGIES['random']"
+    (tmp_path / "my_imported.py").write_text(code)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    words = ["exemplars", "--annotations", "none.json", "--strategy", "mine", "--out", "memory.json"]
+    try:
+        assert main(words) == 2
+        assert "'mine' is unknown" in capsys.readouterr().err
+        assert main(["--import", "my_imported", *words]) == 2
+        assert "mine" in STRATEGIES
+        assert "none.json" in capsys.readouterr().err  # the strategy is known: the file is missing
+        assert main(["--import", "my_missing", *words]) == 2
+        assert "cannot import my_missing" in capsys.readouterr().err
+    finally:
+        STRATEGIES.pop("mine", None)

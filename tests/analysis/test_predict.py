@@ -220,7 +220,7 @@ def test_weights_without_categories_are_refused(tmp_path, capsys):
 
 def test_the_snippets_of_the_documentation_work(tiny_run, photos, tmp_path, monkeypatch, capsys):
     text = (DOCS / "predict.md").read_text(encoding="utf-8")
-    ours, detectron2s = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
+    ours, detectron2s, *_ = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     monkeypatch.chdir(tmp_path)
     weights = tiny_run / "phase2/calibrate/model.pth"
     shutil.copy(weights, "model.pth")

@@ -33,16 +33,25 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status (2 for what the user can mend)."""
+    """Runs one command and returns its exit status (2 for what the user can fix)."""
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         prog="cldetr",
         description="Incremental object detection with transformers. Training: train_net.py.",
     )
     parser.add_argument("--version", action="version", version=f"cldetr {__version__}")
+    parser.add_argument(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import your module first: a detector, rule or reader that a run was made with",
+    )
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     # Only the chosen command's module is imported: the others show one line of help.
-    chosen = next((word for word in argv if not word.startswith("-")), None)
+    words = [word for before, word in zip(["", *argv], argv, strict=False) if before != "--import"]
+    chosen = next((word for word in words if not word.startswith("-")), None)
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
@@ -52,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     try:
+        for module in args.modules:
+            _import(module)
         return int(args.run(args))
     except InputError as error:
         print(f"cldetr {args.command}: {error}", file=sys.stderr)
@@ -61,6 +72,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as `head`, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _import(module: str) -> None:
+    """Imports a module of the user's, from the current folder too."""
+    from cldetr.lazy import trust_package  # it imports torch
+
+    sys.path.insert(0, os.getcwd())
+    trust_package(module)
 
 
 if __name__ == "__main__":

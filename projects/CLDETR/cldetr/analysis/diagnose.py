@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,15 +103,9 @@ class Diagnosis:
             key: getattr(self.rule, key) for key in ("select", "k", "iou", "foreground", "score")
         }
 
-        def rates(labels: list[int]) -> dict[str, dict[str, float | None]]:
-            tables = {"rule": (self.own, ()), "recommended": (self.counts, self.best)}
-            return {
-                name: {
-                    key: None if np.isnan(value[setting]) else float(value[setting])
-                    for key, value in counts.rates(labels).items()
-                }
-                for name, (counts, setting) in tables.items()
-            }
+        def rates(labels: list[int]) -> dict[str, Any]:
+            own, counts = self.own.rates(labels), self.counts.rates(labels)
+            return {"rule": _at((), own), "recommended": _at(self.best, counts)}
 
         every = rates(list(self.names))
         return {
@@ -119,9 +114,11 @@ class Diagnosis:
             "weights": self.weights,
             "hidden_objects": int(self.counts.hidden.sum()),
             "rule": rule | every["rule"],
-            "recommended": self.recommended
-            | every["recommended"]
-            | {"overrides": self.overrides()},
+            "recommended": {
+                **self.recommended,
+                **every["recommended"],
+                "overrides": self.overrides(),
+            },
             "per_category": {
                 name: {"hidden": int(self.counts.hidden[label]), **rates([label])}
                 for label, name in self.names.items()
@@ -247,8 +244,7 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
         for index, value in enumerate(values):
             setting = (*best[:axis], index, *best[axis + 1 :])
             mark = "  ←" if setting == best else ""
-            row = {key: table[setting] for key, table in rates.items()}
-            lines.append(_rate_line(f"  {value:g}", row) + mark)
+            lines.append(_rate_line(f"  {value:g}", _at(setting, rates)) + mark)
     lines += ["", "classes, as recommended"]
     for name, entry in summary["per_category"].items():
         lines.append(_rate_line(f"  {name} ({entry['hidden']})", entry["recommended"]))
@@ -288,9 +284,15 @@ def _csv_rows(diagnosis: Diagnosis) -> Iterator[list[Any]]:
             yield [name, *setting, *("" if np.isnan(rate) else f"{rate:.4f}" for rate in rates)]
 
 
+def _at(setting: tuple[int, ...], rates: Mapping[str, np.ndarray]) -> dict[str, float | None]:
+    """The rates of one setting; None where there is nothing to divide by."""
+    values = {key: float(table[setting]) for key, table in rates.items()}
+    return {key: None if math.isnan(value) else value for key, value in values.items()}
+
+
 def _rate_line(text: str, rates: Mapping[str, Any]) -> str:
     values = (rates[key] for key in ("precision", "recall", "f1"))
-    cells = ["n/a" if value is None or np.isnan(value) else f"{value:.3f}" for value in values]
+    cells = ["n/a" if value is None else f"{value:.3f}" for value in values]
     return _line(text, f"{rates['per_image']:.2f}", *cells)
 
 

@@ -5,10 +5,9 @@ They come as `RUN/pictures/*.png` with `captions.json` beside them.
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +41,6 @@ from cldetr.modeling.structures import Target
 logger = logging.getLogger(__name__)
 
 _SCORE = 0.3  # least score of a prediction that is shown
-_Job = tuple[str, str, Callable[[], Image.Image]]  # file name, caption, what draws it
 
 
 def draw_run_pictures(
@@ -73,19 +71,25 @@ def draw_run_pictures(
     known = [phase for phase in wanted if phase not in missing]
     if not known or (phases and missing):
         raise InputError(f"{root} has no model of phase {', '.join(map(str, missing))} yet")
-    work = [job for phase in known for job in artist.jobs(phase, images, sample)]
-    if not work:
+    drawn = (picture for phase in known for picture in artist.draw(phase, images, sample))
+    captions = {}
+    for name, caption, image in tqdm(drawn, desc="drawing", leave=False, disable=None):
+        save_png(image, root / "pictures" / name)
+        captions[name] = caption
+    if not captions:
         raise InputError.listing(
             f"these images are neither training images of the phases ({known}) nor test images:",
             [str(image) for image in images or ()],
         )
-    for name, _, draw in tqdm(work, desc="drawing", unit="picture", leave=False, disable=None):
-        save_png(draw(), root / "pictures" / name)
-    file = root / "pictures" / "captions.json"
-    stored = read_json(file) if file.exists() else {}
-    write_json(file, stored | {name: caption for name, caption, _ in work})
-    logger.info("%d pictures in %s", len(work), root / "pictures")
-    return [root / "pictures" / name for name, _, _ in work]
+    add_captions(root / "pictures", captions)
+    logger.info("%d pictures in %s", len(captions), root / "pictures")
+    return [root / "pictures" / name for name in captions]
+
+
+def add_captions(folder: Path, captions: dict[str, str]) -> None:
+    """Adds to the captions of a folder's pictures, captions.json."""
+    file = folder / "captions.json"
+    write_json(file, (read_json(file) if file.exists() else {}) | captions)
 
 
 class RunArtist:
@@ -95,6 +99,7 @@ class RunArtist:
         self.root = root
         self.cfg = cfg
         self.method = method_of(cfg)
+        self.shows_all = self.method.joint or self.method.reveal_old
         self.data = RunData(cfg)
         self.scenario = self.data.scenario
         self.names = [category.name for category in self.scenario.categories]
@@ -108,8 +113,10 @@ class RunArtist:
         folder = self.root / f"phase{phase}" / "train"
         return (folder / "stage.json").is_file() or any(folder.glob("checkpoints/step_*"))
 
-    def jobs(self, phase: int, images: Sequence[int] | None, sample: int) -> Iterator[_Job]:
-        """The pictures of a phase."""
+    def draw(
+        self, phase: int, images: Sequence[int] | None, sample: int
+    ) -> Iterator[tuple[str, str, Image.Image]]:
+        """The pictures of a phase, with their file names and captions."""
         labelled, tests = self.view("revealed", phase), self.view("test", phase)
         indices = self.choose(phase, labelled, images, sample)
         if indices:
@@ -119,7 +126,7 @@ class RunArtist:
             yield (
                 f"phase{phase}_labels_{image_id}.png",
                 f"Phase {phase}, training image {image_id}: {self._matching_caption(phase)}",
-                functools.partial(self._matching, learner, phase, index),
+                self._matching(learner, phase, index),
             )
         indices = self.choose(phase, tests, images, sample)
         if indices:
@@ -130,7 +137,7 @@ class RunArtist:
                 f"Phase {phase}, test image {entry['image_id']}: ground truth of the classes seen "
                 f"so far, and what the models find {'before and ' * (phase > 1)}after the phase "
                 f"(score above {_SCORE}; right at IoU 0.5).",
-                functools.partial(self._predictions, models, entry),
+                self._predictions(models, entry),
             )
 
     def view(self, kind: str, phase: int) -> View:
@@ -139,13 +146,11 @@ class RunArtist:
 
     def given(self, phase: int) -> View:
         """A phase's images with the labels that it is given."""
-        shows_all = self.method.joint or self.method.reveal_old
-        return self.view("revealed" if shows_all else "phase", phase)
+        return self.view("revealed" if self.shows_all else "phase", phase)
 
     def hides(self, phase: int) -> bool:
         """Whether a phase has old objects that it is not shown and that its file knows."""
-        shows_all = self.method.joint or self.method.reveal_old
-        return not shows_all and knows_old_classes(self.data, phase)
+        return not self.shows_all and knows_old_classes(self.data, phase)
 
     def choose(
         self, phase: int, view: View, images: Sequence[int] | None, sample: int
@@ -156,17 +161,14 @@ class RunArtist:
         """
         if images is not None:
             return np.flatnonzero(np.isin(view.image_ids, images)).tolist()
-        order = np.random.default_rng([self.cfg.SEED, phase]).permutation(len(view))
         new = set(self.scenario.phase(phase).classes)
-        telling: list[int] = []
-        rest: list[int] = []
-        for index in order[: 50 * sample].tolist():
+
+        def tells(index: int) -> bool:
             labels = {obj["category_id"] for obj in view[index]["annotations"]}
-            tells = bool(labels & new) and (bool(labels - new) or phase == 1)
-            (telling if tells else rest).append(index)
-            if len(telling) == sample:
-                break
-        return sorted((telling + rest)[:sample])
+            return bool(labels & new) and (bool(labels - new) or phase == 1)
+
+        order = np.random.default_rng([self.cfg.SEED, phase]).permutation(len(view)).tolist()
+        return sorted(sorted(order[: 50 * sample], key=tells, reverse=True)[:sample])
 
     def learner(self, phase: int) -> Learner:
         """The learner of the phase's training step as far as it has come."""
@@ -222,28 +224,24 @@ class RunArtist:
         """Ground truth beside the predictions of models: right ones yellow, wrong ones red."""
         pixels = models[0][1].read(entry["file_name"])
         objects = [obj for obj in entry["annotations"] if not obj["iscrowd"]]
-        labels = [obj["category_id"] for obj in objects]
-        corners = [
-            tuple(BoxMode.convert(obj["bbox"], BoxMode.XYWH_ABS, BoxMode.XYXY_ABS))
-            for obj in objects
-        ]
+        labels = torch.tensor([obj["category_id"] for obj in objects])
+        corners = torch.tensor([obj["bbox"] for obj in objects]).view(-1, 4)
+        corners = BoxMode.convert(corners, BoxMode.XYWH_ABS, BoxMode.XYXY_ABS)
         truth = [
-            Box(box, GREEN, self.names[label]) for box, label in zip(corners, labels, strict=True)
+            Box(tuple(box), GREEN, self.names[label])
+            for box, label in zip(corners.tolist(), labels.tolist(), strict=True)
         ]
         panels = [("ground truth", truth)]
         for title, predictor in models:
             found = predictor(pixels, _SCORE)
-            right = match_true_positives(
-                torch.tensor([x.box for x in found]).view(-1, 4),
-                torch.tensor([x.label for x in found]),
-                torch.tensor(corners).view(-1, 4),
-                torch.tensor(labels),
-            )
+            boxes = torch.tensor([x.box for x in found]).view(-1, 4)
+            found_labels = torch.tensor([x.label for x in found])
+            right = match_true_positives(boxes, found_labels, corners, labels)
             title += f": {int(right.sum())} of {len(truth)} found, {int((~right).sum())} wrong"
-            boxes = [
+            shown = [
                 Box(x.box, YELLOW if ok else RED, f"{x.name} {x.score:.2f}")
                 for x, ok in zip(found, right.tolist(), strict=True)
             ]
-            panels.append((title, boxes))
+            panels.append((title, shown))
         legend = {"ground truth": GREEN, "right prediction": YELLOW, "wrong prediction": RED}
         return draw_panels(pixels, panels, legend)[0]

@@ -51,7 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if not 0.0 <= args.score <= 1.0:
         raise InputError(f"--score lies in [0, 1], not {args.score}")
     files = find_images(args.images)
-    sizes = _check(files)
+    unusable = [f"{path}: {problem}" for path in files if (problem := check_file(path)[0])]
+    if unusable:  # before the work starts
+        raise InputError.listing(f"{len(unusable)} images cannot be used:", unusable)
     pictures = name_pictures(files, args.out)
     predictor = Predictor.from_checkpoint(
         args.weights, config_file=args.config_file, device=args.device
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
                 continue
             found = predictor(pixels, args.score)
             counts.update(detection.name for detection in found)
-            width, height = sizes[path]
+            height, width = pixels.shape[:2]
             entry = {"id": image_id, "file_name": str(path), "width": width, "height": height}
             if not args.no_pictures:
                 saving.append(pool.submit(save_png, _draw(pixels, found), pictures[path]))
@@ -129,18 +131,6 @@ def name_pictures(files: Sequence[Path], out: Path) -> dict[Path, Path]:
                 f"the picture of {path} would overwrite {pictures[path]}: choose another --out"
             )
     return pictures
-
-
-def _check(files: Sequence[Path]) -> dict[Path, tuple[int, int]]:
-    """Looks at all files before the work starts; returns their sizes."""
-    sizes, problems = {}, []
-    for path in files:
-        problem, sizes[path] = check_file(path)
-        if problem is not None:
-            problems.append(f"{path}: {problem}")
-    if problems:
-        raise InputError.listing(f"{len(problems)} images cannot be used:", problems)
-    return sizes
 
 
 def _result(image_id: int, found: Detection) -> dict[str, object]:

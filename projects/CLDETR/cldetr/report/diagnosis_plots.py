@@ -11,8 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from cldetr.analysis.diagnose import Diagnosis
-from cldetr.engine.ledger import read_json
-from cldetr.files import write_json
+from cldetr.analysis.pictures import add_captions
 from cldetr.report import plotting
 from cldetr.report.plotting import COLOURS, INK, MUTED, Key, Panel, Plot
 
@@ -21,14 +20,10 @@ _RATES = {"precision": COLOURS[0], "recall": COLOURS[1], "F1": INK}
 
 def write_diagnosis_plots(diagnoses: Sequence[Diagnosis], folder: Path) -> None:
     """Draws diagnoses into `diagnostics`, with `captions.json` beside the plots."""
-    plots = [
-        plot for diagnosis in diagnoses for plot in (_settings(diagnosis), _classes(diagnosis))
-    ]
-    file = folder / "diagnostics" / "captions.json"
+    plots = [plot(diagnosis) for diagnosis in diagnoses for plot in (_settings, _classes)]
     for plot in plots:
-        plotting.save_plot(plot, file.parent)
-    known = read_json(file) if file.exists() else {}
-    write_json(file, known | {f"{plot.name}.png": plot.text for plot in plots})
+        plotting.save_plot(plot, folder / "diagnostics")
+    add_captions(folder / "diagnostics", {f"{plot.name}.png": plot.text for plot in plots})
 
 
 def _settings(diagnosis: Diagnosis) -> Plot:
