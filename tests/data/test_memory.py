@@ -240,7 +240,7 @@ def test_missing_memory_is_named(tmp_path):
 
 def test_memory_of_other_classes_is_refused(data):
     memory = choose(make_scenario("2+2", data), data)
-    with pytest.raises(InputError, match=r"phase 1 has labels \[0, 1\].*\[0, 1, 2\]"):
+    with pytest.raises(InputError, match=r"phase 1: classes \(0, 1\) .*\(0, 1, 2\)"):
         memory.check(make_scenario("3+1", data), data)
     fewer = make_scenario([["bee", "cow"]], data, partial=True)
     with pytest.raises(InputError, match="phase 2 is not in the scenario"):

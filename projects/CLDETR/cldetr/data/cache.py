@@ -81,22 +81,15 @@ def read_cache(path: Path) -> dict[str, Any] | None:
     """Reads what `write_cache` wrote; None where it is missing, damaged or of another version."""
     try:
         content = memoryview(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("cannot read the cache %s (%s): reading the annotation file", path, error)
-        return None
-    body, digest = content[:-_DIGEST], bytes(content[-_DIGEST:])
-    if hashlib.sha256(body).digest() != digest:
-        logger.warning("the cache %s is damaged: reading the annotation file again", path)
-        return None
-    try:
+        body, digest = content[:-_DIGEST], bytes(content[-_DIGEST:])
+        if hashlib.sha256(body).digest() != digest:
+            raise ValueError("it is damaged")
         with np.load(io.BytesIO(body), allow_pickle=False) as stored:
             arrays = dict(stored)
         header = msgspec.json.decode(arrays.pop("header").tobytes(), type=_Header)
         return {**arrays, **msgspec.structs.asdict(header)}
-    except (KeyError, ValueError, msgspec.MsgspecError) as error:  # of another version
-        logger.warning(
-            "the cache %s cannot be used (%s): reading the annotation file again", path, error
-        )
+    except FileNotFoundError:
+        return None
+    except (OSError, KeyError, ValueError, msgspec.MsgspecError) as error:  # or of another version
+        logger.warning("the cache %s is not used (%s): reading the annotation file", path, error)
         return None

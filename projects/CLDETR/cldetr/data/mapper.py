@@ -86,10 +86,11 @@ class Augmentation:
             size = (crop.h, crop.w)
         if self.short_sides:
             if self.sampling == "range":
-                side = rng.integers(*self.short_sides, endpoint=True)
+                low, high = self.short_sides
+                side = int(rng.integers(low, high, endpoint=True))
             else:
-                side = rng.choice(self.short_sides)
-            steps.append(_resize(size, int(side), self.max_side))
+                side = int(rng.choice(self.short_sides))
+            steps.append(_resize(size, side, self.max_side))
         return T.TransformList(steps)
 
     def deterministic(self) -> Augmentation:
@@ -228,7 +229,7 @@ def _move(
     """Transforms boxes (N, 4) and clips them; returns those with an area, and a mask of them."""
     boxes = np.asarray(transforms.apply_box(boxes), dtype=np.float64).reshape(-1, 4)
     boxes = boxes.clip(np.tile(low, 2), np.tile(high, 2))
-    alive = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
+    alive: np.ndarray = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
     return Boxes(torch.from_numpy(boxes[alive]).float()), alive
 
 
@@ -241,9 +242,9 @@ def _crop(
     size: tuple[int, int], window: tuple[int, int], rng: np.random.Generator
 ) -> T.CropTransform:
     height, width = size
-    crop_width, crop_height = (
-        int(rng.integers(*np.minimum(side, window), endpoint=True)) for side in (width, height)
-    )
+    low, high = window
+    crop_width = int(rng.integers(min(width, low), min(width, high), endpoint=True))
+    crop_height = int(rng.integers(min(height, low), min(height, high), endpoint=True))
     left = int(rng.integers(0, width - crop_width, endpoint=True))
     top = int(rng.integers(0, height - crop_height, endpoint=True))
     return T.CropTransform(left, top, crop_width, crop_height, width, height)

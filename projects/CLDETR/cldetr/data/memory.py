@@ -205,27 +205,22 @@ def objects_per_image(images: tuple[int, ...]) -> float | None:
 
 def _scenario_differences(memory: ExemplarMemory, scenario: Scenario) -> Iterator[str]:
     pairs = zip_longest(memory.categories, scenario.categories)
-    for label, (stored, current) in enumerate(pairs):
-        if stored != current:
-            yield f"label {label} is {stored} in the memory, {current} in the scenario"
-    for stored_phase in memory.phases:
-        index = stored_phase.index
-        if index > len(scenario.phases):
-            yield f"phase {index} is not in the scenario"
+    for label, (before, now) in enumerate(pairs):
+        if before != now:
+            yield f"label {label} is {before} in the memory, {now} in the scenario"
+    for phase in memory.phases:
+        if phase.index > len(scenario.phases):
+            yield f"phase {phase.index} is not in the scenario"
             continue
-        phase = scenario.phase(index)
-        labels = [record.label for record in stored_phase.classes]
-        if labels != list(phase.classes):
-            yield (
-                f"phase {index} has labels {labels} in the memory, {list(phase.classes)} in the "
-                "scenario"
-            )
-        if stored_phase.source != phase.source:
-            yield f"phase {index} is of data set {stored_phase.source!r}, not {phase.source!r}"
-        known = set(phase.image_ids)
-        for image in stored_phase.image_ids:
+        stored, current = phase.subset(), scenario.phase(phase.index).subset()
+        for key in ("classes", "source"):
+            before, now = getattr(stored, key), getattr(current, key)
+            if before != now:
+                yield f"phase {phase.index}: {key} {before!r} in the memory, here {now!r}"
+        known = set(current.image_ids)
+        for image in stored.image_ids:
             if image not in known:
-                yield f"exemplar {image} of phase {index} is not an image of that phase"
+                yield f"exemplar {image} of phase {phase.index} is not an image of that phase"
 
 
 def _data_differences(memory: ExemplarMemory, sources: Mapping[str, CocoData]) -> Iterator[str]:
