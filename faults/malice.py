@@ -33,7 +33,7 @@ from cldetr.engine.checkpoint import latest_checkpoint, load_state, save_checkpo
 from cldetr.engine.initial_weights import initialise
 from cldetr.errors import InputError
 from cldetr.files import sha256_file
-from cldetr.lazy import lazy_part, load_lazy_config
+from cldetr.lazy import lazy_part
 from faults.tally import Options, Tally
 
 LAZY = Path(__file__).with_name("tiny_lazy.py")
@@ -223,7 +223,7 @@ TARGETS = (
     *("torch.nn.modules.module.torch.load", "torch.nn.functional.torch.hub.load"),
     *("detectron2.modeling.backbone.resnet.np.load", "cldetr.modeling.detector.torch.load"),
     *("cldetr.layers.build.subprocess.run", "cldetr.data.shapes.shutil.rmtree"),
-    *("detectron2.config.LazyConfig.load", "cldetr.lazy.load_lazy_config"),
+    *("detectron2.config.LazyConfig.load", "cldetr.lazy.read_lazy_config"),
     *("torch.nn.modules.module.weakref.sys.modules", "cldetr.nothing.at.all", "", "model"),
 )
 
@@ -234,7 +234,7 @@ def _overrides(work: Path, canary: Path) -> Iterator[tuple[str, Callable[[], Any
     evil.write_text(f"import os\nos.mkdir({str(canary)!r})\nmodel = {{}}\n", encoding="utf-8")
 
     def build(text: str) -> None:
-        build_model(load_lazy_config(str(LAZY), ["train.device=cpu", text]))
+        build_model(load_config(str(LAZY), ["train.device=cpu", text]))
 
     def restore(part: str, content: dict[str, Any]) -> None:
         """What reads a weights file or config.yaml does with a part of a LazyConfig."""

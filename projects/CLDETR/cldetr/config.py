@@ -8,11 +8,9 @@ model's keys are in `cldetr.modeling.config`.
 
 from __future__ import annotations
 
-import ast
-import contextlib
 import functools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -21,9 +19,18 @@ from detectron2.config import get_cfg
 
 from cldetr.data.mapper import Augmentation
 from cldetr.errors import InputError
+from cldetr.lazy import read_lazy_config
 from cldetr.methods.method import CLDETR, Method
 from cldetr.modeling.config import add_model_config
-from cldetr.settings import ScenarioSettings, Schedule, add_keys, read_keys, suggest
+from cldetr.settings import (
+    ScenarioSettings,
+    Schedule,
+    add_keys,
+    leaves,
+    parse_value,
+    read_keys,
+    suggest,
+)
 
 
 def add_cldetr_config(cfg: CN) -> None:
@@ -294,11 +301,10 @@ def load_config(path: str, overrides: Sequence[str] = ()) -> CN:
     YAML file is executed. Unknown keys are errors that name the nearest known ones.
     """
     overrides = [word for word in overrides if word != "--"]
-    if path.endswith(".py"):
-        from cldetr.lazy import load_lazy_config  # it needs the keys of this module
-
-        return load_lazy_config(path, overrides)
     cfg = default_config()
+    if path.endswith(".py"):
+        merge_keys(cfg, read_lazy_config(path, overrides, _defaults()), origin=path)
+        return cfg
     try:
         content = CN.load_yaml_with_base(path, allow_unsafe=False)
     except (
@@ -387,31 +393,4 @@ def _coerce(value: Any, current: Any) -> Any:
             return value
     if isinstance(current, (list, tuple)) and isinstance(value, (list, tuple)):
         return type(current)(value)
-    return value
-
-
-def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields (key with dots, value) for every value of a nested config."""
-    for key, value in node.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
-
-
-def parse_value(text: str) -> Any:
-    """The value that a text on the command line means: YAML, with 4e-4 as a number.
-
-    Detectron2's form of a tuple, "('a',)", is a list as well.
-    """
-    if text.startswith("("):
-        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
-            return list(ast.literal_eval(text))
-    try:
-        value = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        return text
-    if isinstance(value, str):
-        with contextlib.suppress(ValueError):
-            return float(value)
     return value

@@ -21,9 +21,9 @@ from typing import Any
 import yaml
 from detectron2.config import CfgNode
 
-from cldetr.config import default_config, leaves, merge_keys, merge_overrides
+from cldetr.config import default_config, merge_keys, merge_overrides
 from cldetr.errors import InputError
-from cldetr.settings import suggest
+from cldetr.settings import leaves, suggest
 
 # In a checkout the folder is a link to the repository's; a wheel has a copy of it.
 CONFIGS = Path(str(importlib.resources.files("cldetr") / "configs"))

@@ -22,7 +22,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from detectron2.config import CfgNode, LazyConfig, instantiate
@@ -32,10 +32,17 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch import nn
 
-from cldetr.config import default_config, leaves, merge_keys, parse_value
 from cldetr.errors import InputError
 from cldetr.methods.method import Method
-from cldetr.settings import ScenarioSettings, Schedule, add_keys, build_settings, suggest
+from cldetr.settings import (
+    ScenarioSettings,
+    Schedule,
+    add_keys,
+    build_settings,
+    leaves,
+    parse_value,
+    suggest,
+)
 
 _SETTINGS = {"scenario": ScenarioSettings, "method": Method, "schedule": Schedule}
 _PARTS = (
@@ -90,8 +97,14 @@ def trust_package(name: str) -> None:
     _trusted.append(f"{name.partition('.')[0]}.")
 
 
-def load_lazy_config(path: str, overrides: Sequence[str] = ()) -> CfgNode:
-    """Runs a LazyConfig file and applies `key=value` overrides."""
+def read_lazy_config(path: str, overrides: Sequence[str], known: Collection[str]) -> dict[str, Any]:
+    """Runs a LazyConfig file; returns the YAML keys that it stands for, and their values.
+
+    Args:
+        path: of the file.
+        overrides: `key=value` words.
+        known: every key of the YAML configs.
+    """
     try:
         tree = LazyConfig.load(path)
     except FileNotFoundError as error:
@@ -102,8 +115,8 @@ def load_lazy_config(path: str, overrides: Sequence[str] = ()) -> CfgNode:
         if not any(known.startswith(package) for known in _trusted):
             _trusted.append(package)
     for text in overrides:
-        _override(tree, text)
-    return _to_config(_plain(tree, path), path)
+        _override(tree, text, known)
+    return _to_keys(_plain(tree, path), path, known)
 
 
 def lazy_part(cfg: CfgNode, name: str, **changes: Any) -> Any:
@@ -145,17 +158,17 @@ def LazyModel(cfg: CfgNode) -> nn.Module:  # noqa: N802 - a name in a registry o
     return model
 
 
-def _to_config(tree: dict[str, Any], path: str) -> CfgNode:
-    """The config that the plain data of a LazyConfig stands for."""
+def _to_keys(tree: dict[str, Any], path: str, yaml_keys: Collection[str]) -> dict[str, Any]:
+    """The YAML keys that the plain data of a LazyConfig stands for."""
     if "_target_" not in (tree.get("model") or {}):
         raise InputError(f"{path} defines no model: write model = L(Detector)(...)")
-    cfg = default_config()
-    cfg.MODEL.META_ARCHITECTURE = "LazyModel"
+    values: dict[str, Any] = {"MODEL.META_ARCHITECTURE": "LazyModel"}
+    problems = []
     for name, cls in _SETTINGS.items():
         if name in tree:
-            add_keys(cfg[name.upper()], build_settings(cls, tree.pop(name), name))
-    values: dict[str, Any] = {}
-    problems = []
+            node = CfgNode()
+            add_keys(node, build_settings(cls, tree.pop(name), name))
+            values |= leaves(node, f"{name.upper()}.")
     for name in _PARTS:
         part = _take(tree, name)
         if part is not None:  # a list of parts is one value
@@ -163,10 +176,10 @@ def _to_config(tree: dict[str, Any], path: str) -> CfgNode:
             values |= {f"LAZY.{key}": value for key, value in items.items()}
             # What the run must know of it.
             values |= {_KEYS[key]: value for key, value in items.items() if key in _KEYS}
-    known = [*_KEYS, *(key.lower() for key, _ in leaves(cfg))]
+    known = [*_KEYS, *(key.lower() for key in yaml_keys)]
     for key, value in leaves(tree):
         target = _KEYS.get(key, key.upper() if key.split(".")[0] in _YAML_SECTIONS else "")
-        if not target or target not in dict(leaves(cfg)):
+        if target not in yaml_keys:
             problems.append(f"unknown key {key}{suggest(key, known)}")
         elif isinstance(value, str) and target in ("DATASETS.TRAIN", "DATASETS.TEST"):
             values[target] = [value]
@@ -174,8 +187,7 @@ def _to_config(tree: dict[str, Any], path: str) -> CfgNode:
             values[target] = value
     if problems:
         raise InputError.listing(f"in {path}:", problems)
-    merge_keys(cfg, values, origin=path)
-    return cfg
+    return values
 
 
 def _take(tree: dict[str, Any], name: str) -> Any:
@@ -191,12 +203,12 @@ def _take(tree: dict[str, Any], name: str) -> Any:
     return None
 
 
-def _override(tree: DictConfig, text: str) -> None:
+def _override(tree: DictConfig, text: str, yaml_keys: Collection[str]) -> None:
     """Sets one existing key, or one field of a settings section, from `key=value`."""
     key, equals, value = text.partition("=")
     if not equals:
         raise InputError(f"overrides of a LazyConfig are key=value, not {text!r}")
-    known = _known_keys(tree)
+    known = _known_keys(tree, yaml_keys)
     if key not in known:
         raise InputError(f"unknown key {key} on the command line{suggest(key, known)}")
     parsed = parse_value(value)
@@ -212,11 +224,10 @@ def _override(tree: DictConfig, text: str) -> None:
         )
 
 
-def _known_keys(tree: DictConfig) -> list[str]:
+def _known_keys(tree: DictConfig, yaml_keys: Collection[str]) -> list[str]:
     """Every key that an override may set: those of the file, and all settings."""
-    cfg = default_config()
     sections = (*_YAML_SECTIONS, *_SETTINGS)
-    settings = [key.lower() for key, _ in leaves(cfg) if key.split(".")[0].lower() in sections]
+    settings = [key.lower() for key in yaml_keys if key.split(".")[0].lower() in sections]
     settings = [key for key in settings if not key.endswith(".enabled") or key.startswith("input")]
     present = [key for key, _ in leaves(cast("dict[str, Any]", OmegaConf.to_container(tree)))]
     above = {".".join(key.split(".")[: depth + 1]) for key in present for depth in range(9)}

@@ -8,14 +8,17 @@ may be None has a key ENABLED beside its own.
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import difflib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import yaml
 from detectron2.config import CfgNode
 
 from cldetr.errors import InputError
@@ -34,6 +37,8 @@ class ScenarioSettings:
         class_seed: of the class order "seed".
         data_seed: of the division of the images.
         phases: category names of each phase, instead of `name`.
+        hold_out: share of the training images, drawn by `data_seed`, that no phase sees. They are
+            the data set "hold_out" of DATASETS.TEST, to choose settings by.
     """
 
     name: str = "70+10"
@@ -42,6 +47,13 @@ class ScenarioSettings:
     class_seed: int = 0
     data_seed: int = 0
     phases: tuple[tuple[str, ...], ...] = ()
+    hold_out: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.hold_out < 1.0:
+            raise InputError(
+                f"SCENARIO.HOLD_OUT is a share of the images from 0 to below 1, not {self.hold_out}"
+            )
 
 
 @dataclass(frozen=True)
@@ -130,6 +142,33 @@ def build_settings(cls: type[S], values: Mapping[str, Any], path: str) -> S:
             value = {**dataclasses.asdict(typing.cast(Any, default)), **value}
         built[key] = _convert(hints[key], value, f"{path}.{key}")
     return cls(**built)
+
+
+def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (key with dots, value) for every value of a nested config."""
+    for key, value in node.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def parse_value(text: str) -> Any:
+    """The value that a text on the command line means: YAML, with 4e-4 as a number.
+
+    Detectron2's form of a tuple, "('a',)", is a list as well.
+    """
+    if text.startswith("("):
+        with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+            return list(ast.literal_eval(text))
+    try:
+        value = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return text
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    return value
 
 
 def suggest(word: str, known: Sequence[str]) -> str:

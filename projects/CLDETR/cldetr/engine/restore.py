@@ -16,7 +16,6 @@ from cldetr.config import (
     config_from_text,
     default_config,
     identity,
-    leaves,
     load_config,
     merge_keys,
 )
@@ -25,6 +24,7 @@ from cldetr.engine.ledger import differing, read_identity
 from cldetr.errors import InputError
 from cldetr.modeling.detector import Detector
 from cldetr.scenario import Scenario
+from cldetr.settings import leaves
 
 # What the official checkpoints that `cldetr convert` reads were trained with.
 _OFFICIAL = {
@@ -38,10 +38,10 @@ _OFFICIAL = {
 
 def describe(cfg: CfgNode, scenario: Scenario, phase: int, stage: str) -> dict[str, Any]:
     """What a weights file says about itself: all that prediction needs."""
-    own, defaults = cfg.clone(), dict(leaves(default_config()))
-    own.defrost()
+    own = default_config()
     # The same weights make the same file, wherever they are made.
-    merge_keys(own, {key: defaults[key] for key in RUNTIME_KEYS}, "the defaults")
+    kept = {key: value for key, value in leaves(cfg) if key not in RUNTIME_KEYS}
+    merge_keys(own, kept, "the run's config")
     return {
         "format": 2,
         "categories": [{"id": each.id, "name": each.name} for each in scenario.categories],

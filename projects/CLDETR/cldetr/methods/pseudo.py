@@ -203,8 +203,8 @@ def _drop_in_batch(
     exists = exists.to(iou.device, non_blocking=True)
     worst = iou.masked_fill(~exists[images], -1.0).amax(dim=1)
     clear = worst < rule.iou if rule.drop_at_iou else worst <= rule.iou
-    sizes = torch.zeros(len(counts), dtype=torch.int64, device=clear.device)
-    sizes = sizes.index_add_(0, images, clear.long()).tolist()
+    none = torch.zeros(len(counts), dtype=torch.int64, device=clear.device)
+    sizes = none.index_add_(0, images, clear.long()).tolist()
     rows = clear.nonzero()[:, 0]  # once: each index by a mask would make the host wait for a GPU
     probs = None if together.probs is None else together.probs[rows]
     return _split(Target(together.labels[rows], together.boxes[rows], probs), sizes)
