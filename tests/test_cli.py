@@ -58,7 +58,15 @@ def test_a_module_of_the_users_is_imported_before_the_command(tmp_path, monkeypa
     (tmp_path / "my_imported.py").write_text(code)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    words = ["exemplars", "--annotations", "none.json", "--strategy", "mine", "--out", "memory.json"]
+    words = [
+        "exemplars",
+        "--annotations",
+        "none.json",
+        "--strategy",
+        "mine",
+        "--out",
+        "memory.json",
+    ]
     try:
         assert main(words) == 2
         assert "'mine' is unknown" in capsys.readouterr().err

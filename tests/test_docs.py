@@ -153,7 +153,8 @@ def training_problem(words, complete):
 
 
 def tool_problem(words, complete):
-    name, words = words[0], [word for word in words[1:] if "…" not in word]
+    words = [word for word in words[2 * (words[0] == "--import") :] if word != "…"]
+    name, words = words[0], words[1:]
     if name not in cli.COMMANDS:
         return None if name.startswith("-") else f"no command cldetr {name}"
     parser = argparse.ArgumentParser(prog=f"cldetr {name}")
@@ -272,6 +273,7 @@ def test_commands_in_comments_of_configs_and_scripts_parse():
         ("torchrun --nnodes 2 train_net.py --config-file configs/none.yaml", "no config"),
         ("OMP_NUM_THREADS=1 python train_net.py --config-file configs/a.yaml", "no config"),
         ("cldetr predikt --out DIR", "no command"),
+        ("cldetr --import my_rule reprot RUN", "no command"),
         ("cldetr predict --weights model.pth --outt DIR IMAGES", "--out"),
         ("cldetr predict IMAGES", "required"),
         ("cldetr sweep --table 9 --out DIR", "invalid choice"),

@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     with atomic_path(args.write) as partial:
         head = f"# {' + '.join(args.names)}: {' '.join(args.set) or 'as they are'}\n"
         partial.write_text(head + dump_changes(cfg), encoding="utf-8")
-    print(f"wrote {args.write}: train_net.py --config-file {args.write}")
+    print(f"wrote {args.write}: python train_net.py --config-file {args.write}")
     return 0
 
 
