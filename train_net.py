@@ -24,7 +24,7 @@ from cldetr.config import load_config
 from cldetr.engine import IncrementalTrainer, default_argument_parser, default_setup, launch
 from cldetr.engine.plan import make_plan
 from cldetr.errors import InputError
-from cldetr.evaluation.results import format_entry
+from cldetr.evaluation.results import format_entry, format_table
 from cldetr.report.after_run import show_run
 
 
@@ -43,6 +43,11 @@ def main(args: argparse.Namespace) -> dict[str, Any]:
     """Trains, or evaluates; what each process does."""
     cfg = setup(args)
     trainer = Trainer(cfg)
+    if args.eval_only and trainer.has_other_test_set():
+        results = trainer.evaluate_run()
+        if comm.is_main_process():
+            print(format_table(results))
+        return results
     if args.eval_only:
         results = trainer.evaluate_weights()
         if comm.is_main_process():

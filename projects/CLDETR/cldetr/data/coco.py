@@ -7,7 +7,7 @@ import mmap
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -73,6 +73,23 @@ class CocoData:
                 limit=10,
             )
         return indices
+
+    def subset(self, indices: np.ndarray, name: str) -> CocoData:
+        """Some of the images, by index, with their objects: a data set of that name."""
+        counts = np.diff(self.starts)[indices]
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        # Row n of the subset is row n − starts[i] of its image, which begins elsewhere here.
+        rows = np.arange(starts[-1]) + np.repeat(self.starts[indices] - starts[:-1], counts)
+        images = {key: getattr(self, key)[indices] for key in ("image_ids", "widths", "heights")}
+        objects = ("labels", "boxes", "areas", "crowd", "object_ids")
+        return replace(
+            self,
+            name=name,
+            file_names=[self.file_names[index] for index in indices.tolist()],
+            starts=starts,
+            **images,
+            **{key: getattr(self, key)[rows] for key in objects},
+        )
 
     @cached_property
     def _real_root(self) -> str:

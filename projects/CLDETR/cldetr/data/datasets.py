@@ -219,10 +219,12 @@ def _file_metadata(scenario: Scenario, subset: AnnotatedSubset, data: CocoData) 
     """What lets Detectron2's evaluator read the annotation file itself, where it may.
 
     It may not where the file lacks a category, which that evaluator does not take, or has boxes
-    that were dropped at loading: then it converts the view, as it does with every other one.
+    that were dropped at loading, or images that are not in the data set: then it converts the
+    view, as it does with every other one.
     """
-    dropped = data.report is not None and data.report.dropped
-    if not data.json_file.is_file() or dropped or len(subset.classes) < len(scenario.categories):
+    report = data.report
+    whole = report is not None and not report.dropped and report.images == len(data.image_ids)
+    if not data.json_file.is_file() or not whole or len(subset.classes) < len(scenario.categories):
         return {}
     ids = zip(data.categories, subset.classes, strict=True)
     return {

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from detectron2.config import CfgNode
 from detectron2.data import DatasetCatalog
 from torch.utils.data import Dataset
@@ -31,11 +32,14 @@ from cldetr.data.scan import scan_images
 from cldetr.engine.features import object_features
 from cldetr.errors import InputError
 from cldetr.files import write_json
+from cldetr.grouping import random_state
 from cldetr.methods.method import MemoryRule
 from cldetr.modeling.detector import Detector
 from cldetr.scenario import BASE, Scenario, make_scenario, make_separate_scenario
 
 logger = logging.getLogger(__name__)
+
+HOLD_OUT = "hold_out"  # in DATASETS.TEST: the training images that no phase sees
 
 
 class RunData:
@@ -48,8 +52,11 @@ class RunData:
         if memory is not None:
             find_strategy(memory.strategy)  # a wrong word is to be told before anything is trained
         self.prefix = str(cfg.OUTPUT_DIR).strip("/")
-        self.train = self._read("TRAIN", trim=True)
-        self.test = self._read("TEST", trim=False)
+        self.train = self._read_train(trim=True, held_out=False)
+        if list(cfg.DATASETS.TEST) == [HOLD_OUT]:
+            self.test = self._read_train(trim=False, held_out=True)
+        else:
+            self.test = self._read("TEST", trim=False)
         self.scenario = self._scenario()
         unregister_views(self.prefix)
         register_views(self.scenario, self.train, self.test, self.prefix)
@@ -152,6 +159,25 @@ class RunData:
             for reference in references
         ]
         return {BASE: loaded[0]} if len(loaded) == 1 else {data.name: data for data in loaded}
+
+    def _read_train(self, trim: bool, held_out: bool) -> dict[str, CocoData]:
+        """The training data sets without the images that are held out, or these alone."""
+        wanted = scenario_settings(self.cfg)
+        if held_out and not wanted.hold_out:
+            raise InputError(
+                "DATASETS.TEST is hold_out, but no image is held out: set SCENARIO.HOLD_OUT to a "
+                "share of the training images, such as 0.1"
+            )
+        found = self._read("TRAIN", trim)
+        if not wanted.hold_out:
+            return found
+        for source, data in found.items():
+            order = np.arange(len(data.image_ids))
+            random_state(wanted.data_seed).shuffle(order)
+            chosen = np.split(order, [max(round(wanted.hold_out * len(order)), 1)])[not held_out]
+            name = f"{data.name}, held out" if held_out else data.name
+            found[source] = data.subset(np.sort(chosen), name)
+        return found
 
     def _scenario(self) -> Scenario:
         wanted = scenario_settings(self.cfg)

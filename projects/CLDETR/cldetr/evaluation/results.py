@@ -115,15 +115,17 @@ def gap_to_joint(last: Mapping[str, Any], joint: Mapping[str, Any]) -> Scores:
     return _difference(upper["all"], last["all"])
 
 
-def write_results(results: Mapping[str, Any], directory: str | os.PathLike[str]) -> None:
-    """Writes results.csv and then results.json, each whole or not at all."""
+def write_results(
+    results: Mapping[str, Any], directory: str | os.PathLike[str], name: str = "results"
+) -> None:
+    """Writes results.csv and then results.json, or so named, each whole or not at all."""
     rows = [["phase", "stage", "kind", "name", *METRICS], *_csv_rows(results)]
     with (
-        atomic_path(Path(directory) / "results.csv") as partial,
+        atomic_path(Path(directory) / f"{name}.csv") as partial,
         open(partial, "w", newline="", encoding="utf-8") as stream,
     ):
         csv.writer(stream, lineterminator="\n").writerows(rows)
-    write_json(Path(directory) / "results.json", results)
+    write_json(Path(directory) / f"{name}.json", results)
 
 
 def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
