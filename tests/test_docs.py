@@ -156,7 +156,7 @@ def tool_problem(words, complete):
     words = [word for word in words[2 * (words[0] == "--import") :] if word != "…"]
     name, words = words[0], words[1:]
     if name not in cli.COMMANDS:
-        return None if name.startswith("-") else f"no command cldetr {name}"
+        return None if name.startswith("-") or name.isupper() else f"no command cldetr {name}"
     parser = argparse.ArgumentParser(prog=f"cldetr {name}")
     importlib.import_module(f"cldetr.commands.{name}").add_arguments(parser)
     if not complete:
