@@ -33,7 +33,7 @@ from cldetr.engine.checkpoint import (
 from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.hooks import CheckpointHook, SnapshotHook, finite_weights
 from cldetr.engine.initial_weights import initialise, load_trained_detector
-from cldetr.engine.ledger import Ledger, read_json
+from cldetr.engine.ledger import Ledger, read_identity, read_json
 from cldetr.engine.ranks import Interrupted, StopRequest, from_rank0
 from cldetr.engine.restore import describe, final_weights
 from cldetr.engine.rundata import RunData
@@ -324,6 +324,38 @@ class IncrementalTrainer(TrainerBase):
         logger.info("evaluating %s after phase %d", path, phase)
         self._see(phase)
         return self.test(self._evaluation_config(phase), self.detector)
+
+    def has_other_test_set(self) -> bool:
+        """Whether OUTPUT_DIR holds a run that was evaluated on other data than DATASETS.TEST."""
+        if not (self.ledger.root / "identity.json").exists():
+            return False
+        stored = read_identity(self.ledger.root / "identity.json")
+        own_weights = self.run_cfg.MODEL.WEIGHTS in ("", stored["MODEL.WEIGHTS"])
+        return own_weights and stored["DATASETS.TEST"] != list(self.run_cfg.DATASETS.TEST)
+
+    def evaluate_run(self) -> dict[str, Any]:
+        """Evaluates the weights after each phase of a finished run on DATASETS.TEST.
+
+        The run's own results stay; these are in results_<data set>.json and .csv beside them.
+        """
+        root, scenario = self.ledger.root, self.data.scenario
+        self.data.check(root)
+        entries = []
+        for phase in scenario.phases:
+            path = final_weights(root, phase.index)
+            if path is None:
+                raise InputError(f"{root} is not finished: no weights of phase {phase.index}")
+            load_into(self.detector, load_state(path)["model"], str(path))
+            self._see(phase.index)
+            entry = self.test(self._evaluation_config(phase.index), self.detector)
+            entries.append({**to_plain(entry), "stage": path.parent.name})
+        if not comm.is_main_process():
+            return {}
+        results = summarise(entries, scenario=scenario.name, method=self.method.name)
+        name = "_".join(Path(word.split(".json:")[0]).name for word in self.run_cfg.DATASETS.TEST)
+        write_results(results, root, f"results_{name}")
+        logger.info("written: %s", root / f"results_{name}.json")
+        return results
 
     def run_step(self) -> None:
         """Runs one step of the present stage."""
