@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from detectron2.config import CfgNode
 from detectron2.data import get_detection_dataset_dicts
+from detectron2.data.build import trivial_batch_collator
 from detectron2.data.samplers import InferenceSampler
 from detectron2.utils import comm
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -141,7 +142,7 @@ def build_train_loader(cfg: CfgNode, mapper: AnyMapper | None = None) -> DataLoa
             0, cfg.SOLVER.MAX_ITER, order.batch, comm.get_rank(), comm.get_world_size()
         ),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
-        collate_fn=_as_list,
+        collate_fn=trivial_batch_collator,
         worker_init_fn=_start_worker,
         pin_memory=cfg.MODEL.DEVICE.startswith("cuda"),
         # Its own generator: the loader must not draw from the stream that drives dropout.
@@ -167,7 +168,7 @@ def build_test_loader(
         batch_size=1,
         sampler=InferenceSampler(len(dataset)),
         num_workers=cfg.DATALOADER.NUM_WORKERS,
-        collate_fn=_as_list,
+        collate_fn=trivial_batch_collator,
         worker_init_fn=_start_worker,
     )
 
@@ -191,10 +192,6 @@ def _apply(mapper: AnyMapper, entry: dict[str, Any]) -> dict[str, Any]:
     if mapped is None:
         raise InputError(f"the mapper returned nothing for {entry.get('file_name')}")
     return mapped
-
-
-def _as_list(batch: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return batch
 
 
 def _start_worker(worker: int) -> None:

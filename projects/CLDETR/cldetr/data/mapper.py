@@ -229,7 +229,7 @@ def _move(
     """Transforms boxes (N, 4) and clips them; returns those with an area, and a mask of them."""
     boxes = np.asarray(transforms.apply_box(boxes), dtype=np.float64).reshape(-1, 4)
     boxes = boxes.clip(np.tile(low, 2), np.tile(high, 2))
-    alive: np.ndarray = (boxes[:, 2:] > boxes[:, :2]).all(axis=1)
+    alive = np.asarray((boxes[:, 2:] > boxes[:, :2]).all(axis=1))
     return Boxes(torch.from_numpy(boxes[alive]).float()), alive
 
 

@@ -31,9 +31,6 @@ from cldetr.scenario import Scenario, make_separate_scenario
 
 logger = logging.getLogger(__name__)
 
-# What one image gave: labels (D,), boxes (D, 4) as x y w h, scores (D,).
-_Prediction = tuple[np.ndarray, np.ndarray, np.ndarray]
-
 
 class IncrementalEvaluator(DatasetEvaluator):
     """COCO's metrics for all seen, old and new classes, each phase's group and each class.
@@ -103,7 +100,7 @@ class IncrementalEvaluator(DatasetEvaluator):
 
     def reset(self) -> None:
         """Forgets all predictions."""
-        self._predictions: dict[int, _Prediction] = {}  # by the image's index
+        self._predictions: dict[int, Detections] = {}  # by the image's index
 
     def process(
         self, inputs: Sequence[Mapping[str, Any]], outputs: Sequence[Mapping[str, Any]]
@@ -122,8 +119,8 @@ class IncrementalEvaluator(DatasetEvaluator):
                     f"{image} is not in the ground truth: "
                     "give the test loader and the evaluator the same data sets."
                 )
-            prediction = _to_arrays(output["instances"])
-            if not all(np.isfinite(values).all() for values in prediction):
+            prediction = _detections(index, output["instances"])
+            if not all(np.isfinite(values).all() for values in vars(prediction).values()):
                 raise FloatingPointError(f"{image}: a detection is not finite (NaN or infinite)")
             # A sampler may repeat images to fill a batch: the first time counts.
             self._predictions.setdefault(index, prediction)
@@ -134,10 +131,8 @@ class IncrementalEvaluator(DatasetEvaluator):
         gathered = comm.gather(self._predictions, dst=0)
         if not comm.is_main_process():
             return {}
-        predictions: dict[int, _Prediction] = {}
-        for part in gathered:
-            for index, prediction in part.items():
-                predictions.setdefault(index, prediction)
+        # An image that two processes saw counts as the first of them saw it.
+        predictions = {index: found for part in reversed(gathered) for index, found in part.items()}
         if not predictions:
             raise RuntimeError("no image was processed: there is nothing to evaluate")
         unseen = len(self._truth.image_ids) - len(predictions)
@@ -148,7 +143,9 @@ class IncrementalEvaluator(DatasetEvaluator):
                 len(self._truth.image_ids),
             )
 
-        detections = _join(predictions)
+        # In the order of images, so that the result does not depend on how they were shared out.
+        ordered = [vars(predictions[index]).values() for index in sorted(predictions)]
+        detections = Detections(*map(np.concatenate, zip(*ordered, strict=True)))
         detections = detections.take(np.flatnonzero(np.isin(detections.labels, [*self._names])))
         entry = self._score(detections)
         logger.info(
@@ -220,27 +217,15 @@ def to_plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
 
 
-def _to_arrays(instances: Instances) -> _Prediction:
+def _detections(image: int, instances: Instances) -> Detections:
     # Subtracted in the tensor's own type and only then widened, as Detectron2's COCOEvaluator
     # writes its JSON: the numbers are to be the same.
     corners = instances.pred_boxes.tensor.detach().cpu()
-    boxes = BoxMode.convert(corners, BoxMode.XYXY_ABS, BoxMode.XYWH_ABS)
-    return (
-        instances.pred_classes.cpu().numpy().astype(np.int64),
-        boxes.double().numpy(),
-        instances.scores.detach().cpu().double().numpy(),
-    )
-
-
-def _join(predictions: Mapping[int, _Prediction]) -> Detections:
-    # In the order of images, so that the result does not depend on how they were shared out.
-    indices = sorted(predictions)
-    labels, boxes, scores = zip(*(predictions[index] for index in indices), strict=True)
     return Detections(
-        images=np.repeat(indices, [len(part) for part in labels]),
-        labels=np.concatenate(labels),
-        boxes=np.concatenate(boxes),
-        scores=np.concatenate(scores),
+        np.full(len(instances), image),
+        instances.pred_classes.cpu().numpy().astype(np.int64),
+        BoxMode.convert(corners, BoxMode.XYXY_ABS, BoxMode.XYWH_ABS).double().numpy(),
+        instances.scores.detach().cpu().double().numpy(),
     )
 
 
