@@ -6,6 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
+from statistics import fmean
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -24,13 +25,7 @@ def ap_over_phases(groups: Sequence[Group]) -> Plot:
         for name in (SETS if last > 1 else SETS[:1])  # in phase 1 nothing is old and all is new
         if any(group.curve(name) for group in groups)
     ]
-    text = (
-        "After each phase, in percent. New: learnt in this phase. Old: learnt in earlier ones; the "
-        "curve begins with what the first phase reached."
-    )
-    if any(len(group.runs) > 1 for group in groups):
-        text += " Several seeds: their mean."
-    return Plot("ap_over_phases", "AP over phases", text, panels, _legend(groups))
+    return Plot("ap_over_phases", panels, _legend(groups))
 
 
 def final_ap(groups: Sequence[Group]) -> Plot:
@@ -42,13 +37,7 @@ def final_ap(groups: Sequence[Group]) -> Plot:
         for title, values in measures.items()
         if any(values)
     ]
-    text = (
-        "AP in percent after the last phase; FPP: points that the categories of the first phase "
-        "lost since."
-    )
-    if any(len(group.runs) > 1 for group in groups):
-        text += " Several seeds: the mean, each run as a dot, the 95% interval from three runs on."
-    return Plot("final_ap", "Where the runs end", text, panels)
+    return Plot("final_ap", panels)
 
 
 def category_change_plot(run: Run) -> Plot:
@@ -62,13 +51,7 @@ def category_change_plot(run: Run) -> Plot:
     plus = functools.partial(signed, plus=True)
     panels = plotting.bar_panels("Change of AP since learnt", old, plus, "points of AP")
     panels += plotting.bar_panels(f"AP of categories of phase {last}", new, signed, "AP (%)")
-    text = (
-        "Forgotten and learnt: AP after the last phase less the AP after the phase that taught the "
-        "category, in points; those of the last phase with their AP."
-        if old
-        else "AP after the first phase, in percent."
-    )
-    return Plot("category_change", "What was forgotten, what was learnt", text, panels)
+    return Plot("category_change", panels)
 
 
 def comparison_by_category(groups: Sequence[Group]) -> Plot:
@@ -80,8 +63,7 @@ def comparison_by_category(groups: Sequence[Group]) -> Plot:
     names = sorted(known, key=lambda name: (min(known[name]) - max(known[name]), name))
     draw = functools.partial(_draw_category_dots, finals)
     panels = plotting.row_panels("Final AP by category", names, draw)
-    text = "AP in percent after the last phase; categories on which the runs differ most first."
-    return Plot("final_ap_by_category", "Category by category", text, panels, _legend(groups))
+    return Plot("final_ap_by_category", panels, _legend(groups))
 
 
 def _draw_phases(groups: Sequence[Group], name: str, last: int, ax: Axes) -> None:
@@ -90,22 +72,18 @@ def _draw_phases(groups: Sequence[Group], name: str, last: int, ax: Axes) -> Non
     line = "none" if name == "new" else "-"
     for index, group in enumerate(groups):
         points = group.curve(name)
-        if not points:
-            continue
-        phases, means = [phase for phase, _ in points], [mean for _, mean in points]
         colour, marker = style_of(index)
-        ax.plot(phases, means, color=colour, marker=marker, markersize=5, linestyle=line)
-        highest = max(highest, *means)
+        curve = zip(*points, strict=True)
+        ax.plot(*curve, color=colour, marker=marker, markersize=5, linestyle=line)
+        highest = max([highest, *(mean for _, mean in points)])
         if len(groups) == 1:
-            for phase, mean, above in zip(phases, means, _label_above(means), strict=True):
-                shift, side = (7, "bottom") if above else (-7, "top")
+            for number, (phase, mean) in enumerate(points):
+                shift, side = (7, "bottom") if _label_above(points, number) else (-7, "top")
                 style: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": side}
                 ax.annotate(f"{mean:.1f}", (phase, mean), xytext=(0, shift), **style)
-    ax.set_xlim(0.6, last + 0.4)
-    ax.set_ylim(0, min(max(highest * 1.22, 1.0), 105))
+    top = min(max(highest * 1.22, 1.0), 105)
+    ax.set(xlim=(0.6, last + 0.4), ylim=(0, top), xlabel="phase", ylabel="AP (%)")
     ax.set_xticks(range(1, last + 1))
-    ax.set_xlabel("phase")
-    ax.set_ylabel("AP (%)")
 
 
 def _draw_means(groups: Sequence[Group], values: Sequence[Sequence[float]], ax: Axes) -> None:
@@ -128,19 +106,16 @@ def _draw_category_dots(finals: Sequence[dict[str, float]], names: Sequence[str]
         ax.plot([min(known), max(known)], [row, row], color=LINE, linewidth=3, zorder=1)
     for index, final in enumerate(finals):
         plotting.mark_rows(ax, [final.get(name) for name in names], *style_of(index))
-    ax.set_xlim(left=min(0.0, ax.get_xlim()[0]))
+    ax.set(xlim=(min(0.0, ax.get_xlim()[0]), None), xlabel="AP (%)")
     plotting.name_rows(ax, names, guides=True)
-    ax.set_xlabel("AP (%)")
 
 
-def _label_above(values: Sequence[float]) -> list[bool]:
+def _label_above(points: Sequence[tuple[int, float]], index: int) -> bool:
     """Whether a point's label goes above it: where the line does not rise from it."""
-    room = 0.16 * max(*values, 1.0)  # what a label below needs
-    found = []
-    for index, value in enumerate(values):
-        near = [values[i] for i in (index - 1, index + 1) if 0 <= i < len(values)]
-        found.append(value < room or not near or value >= sum(near) / len(near))
-    return found
+    value = points[index][1]
+    room = 0.16 * max(1.0, *(mean for _, mean in points))  # what a label below needs
+    near = [points[i][1] for i in (index - 1, index + 1) if 0 <= i < len(points)]
+    return value < room or not near or value >= fmean(near)
 
 
 def _legend(groups: Sequence[Group]) -> list[Key]:

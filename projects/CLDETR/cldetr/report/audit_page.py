@@ -17,7 +17,6 @@ def write_audit_page(scenario: Scenario, audit: Mapping[str, Any], path: Path) -
     for phase in audit["phases"]:
         ranked = sorted(phase["instances_per_class"].items(), key=lambda item: (-item[1], item[0]))
         panels += bar_panels(f"Phase {phase['index']}", ranked, thousands)
-    text = "Labelled objects of each phase's categories in its images, crowd regions included."
-    plot = Plot("categories_per_phase", "Categories of each phase", text, panels)
+    plot = Plot("categories_per_phase", panels)
     save_plots([plot], path.parent / "figures")
     write_page(path, "split.html", scenario=scenario, audit=audit, plot=plot)

@@ -20,14 +20,15 @@ _RATES = {"precision": COLOURS[0], "recall": COLOURS[1], "F1": INK}
 
 def write_diagnosis_plots(diagnoses: Sequence[Diagnosis], folder: Path) -> None:
     """Draws diagnoses into `diagnostics`, with `captions.json` beside the plots."""
-    plots = [plot(diagnosis) for diagnosis in diagnoses for plot in (_settings, _classes)]
-    for plot in plots:
+    captions = {}
+    for plot, text in (draw(x) for x in diagnoses for draw in (_settings, _classes)):
         plotting.save_plot(plot, folder / "diagnostics")
-    add_captions(folder / "diagnostics", {f"{plot.name}.png": plot.text for plot in plots})
+        captions[f"{plot.name}.png"] = text
+    add_captions(folder / "diagnostics", captions)
 
 
-def _settings(diagnosis: Diagnosis) -> Plot:
-    """Precision, recall and F1 by score, K and λ, each from the recommended setting."""
+def _settings(diagnosis: Diagnosis) -> tuple[Plot, str]:
+    """Precision, recall and F1 by score, K and λ, each from the recommended setting; a caption."""
     grid, rule = diagnosis.grid, diagnosis.rule
     topk = rule.select == "topk"
     foreground = rule.foreground if topk and not diagnosis.softmax else None
@@ -45,11 +46,11 @@ def _settings(diagnosis: Diagnosis) -> Plot:
         "setting (wide line); the dashed line is the run's own value."
     )
     legend = [Key(name, colour) for name, colour in _RATES.items()]
-    return Plot(f"phase{diagnosis.phase}_settings", "By setting", text, panels, legend)
+    return Plot(f"phase{diagnosis.phase}_settings", panels, legend), text
 
 
-def _classes(diagnosis: Diagnosis) -> Plot:
-    """Precision and recall of each class at the recommended setting."""
+def _classes(diagnosis: Diagnosis) -> tuple[Plot, str]:
+    """Precision and recall of each class at the recommended setting, and a caption."""
     hidden = diagnosis.counts.hidden
     labels = sorted(diagnosis.names, key=lambda label: -hidden[label])
     panels = plotting.row_panels("Old classes", labels, functools.partial(_draw_classes, diagnosis))
@@ -59,7 +60,7 @@ def _classes(diagnosis: Diagnosis) -> Plot:
     )
     wide = [Panel(x.title, x.draw, round(1.3 * x.height), 2 * plotting.WIDTH) for x in panels]
     legend = [Key(name, _RATES[name], "s") for name in ("precision", "recall")]
-    return Plot(f"phase{diagnosis.phase}_classes", "By class", text, wide, legend)
+    return Plot(f"phase{diagnosis.phase}_classes", wide, legend), text
 
 
 def _draw_axis(
@@ -83,8 +84,7 @@ def _draw_axis(
         ticks = [value for value in (1, 2, 5, 10, 20, 50, 100, 300) if value <= max(values)]
         ax.set_xticks(ticks, [str(tick) for tick in ticks])
         ax.minorticks_off()
-    ax.set_ylim(0, 1.02)
-    ax.set_xlabel(f"{name} (recommended: {values[best[axis]]:g})")
+    ax.set(ylim=(0, 1.02), xlabel=f"{name} (recommended: {values[best[axis]]:g})")
 
 
 def _draw_classes(diagnosis: Diagnosis, labels: Sequence[int], ax: Axes) -> None:

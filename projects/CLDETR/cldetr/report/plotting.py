@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -72,8 +73,6 @@ class Plot:
     """A row of panels with a legend."""
 
     name: str  # of its files
-    title: str
-    text: str  # how to read it
     panels: list[Panel]
     legend: list[Key] = field(default_factory=list)
 
@@ -129,13 +128,14 @@ def row_panels(
     title: str, rows: Sequence[T], draw: Callable[[Sequence[T], Axes], None]
 ) -> list[Panel]:
     """Panels with a row for each entry, as many as keep them at a readable height."""
-    count = -(-len(rows) // MAX_ROWS)
-    size = -(-len(rows) // count) if count else 1
+    count = math.ceil(len(rows) / MAX_ROWS)
+    size = math.ceil(len(rows) / max(count, 1))
     panels = []
-    for start in range(0, len(rows), size):
-        part, number = rows[start : start + size], f" ({start // size + 1}/{count})"
+    for number in range(count):
+        part = rows[number * size : (number + 1) * size]
+        name = f"{title} ({number + 1}/{count})" if count > 1 else title
         height = 76 + ROW * max(len(part), 2)
-        panels.append(Panel(title + number * (count > 1), functools.partial(draw, part), height))
+        panels.append(Panel(name, functools.partial(draw, part), height))
     return panels
 
 
@@ -153,12 +153,11 @@ def bar_panels(
         ax.bar_label(bars, [text(value) for value in values], padding=4, fontsize=10)
         losses, gains = min(values) < 0, max(values) > 0
         right = 1.3 if gains or not losses else 0.1
-        ax.set_xlim(-1.35 * limit if losses else 0, right * limit)
+        ax.set(xlim=(-1.35 * limit if losses else 0, right * limit), xlabel=unit)
         ax.xaxis.set_major_formatter(short_count)
         if losses:
             ax.axvline(0, color=MUTED, linewidth=0.8)
         name_rows(ax, names)
-        ax.set_xlabel(unit)
 
     return row_panels(title, rows, draw)
 
@@ -181,9 +180,8 @@ def name_rows(ax: Axes, names: Sequence[str], guides: bool = False) -> None:
 
 def mark_rows(ax: Axes, values: Sequence[float | None], colour: str, marker: str) -> None:
     """A mark in each row that has a value."""
-    rows = [row for row, value in enumerate(values) if value is not None]
-    known = [value for value in values if value is not None]
-    ax.scatter(known, rows, s=25, color=colour, marker=marker, zorder=2)
+    known = [math.nan if value is None else value for value in values]
+    ax.scatter(known, range(len(known)), s=25, color=colour, marker=marker, zorder=2)
 
 
 def style_of(index: int) -> tuple[str, str]:

@@ -44,14 +44,7 @@ def distribution_plot(run: Run) -> Plot:
     top = max((getattr(count, name) or 0 for count in counts for name in shown), default=0)
     draw = functools.partial(_draw_counts, shown, top)
     panels = plotting.row_panels("Objects of each category", counts, draw)
-    text = "On a logarithmic scale, ordered by phase, the most frequent first."
-    if "exemplars" in shown:
-        text += (
-            " Exemplars that follow the distribution of the data stand at the same distance from "
-            "it in every row of a phase."
-        )
-    title, legend = "How categories are distributed", [_SOURCES[name] for name in shown]
-    return Plot("category_distribution", title, text, panels, legend)
+    return Plot("category_distribution", panels, [_SOURCES[name] for name in shown])
 
 
 def training_plot(run: Run) -> Plot:
@@ -63,8 +56,7 @@ def training_plot(run: Run) -> Plot:
         curves = [curve for curve in curves if len(curve[1])]
         if curves:
             panels.append(Panel(title, functools.partial(_draw_curves, curves, spans)))
-    text = "Over the training steps of all phases, whose numbers stand above. Shaded: calibration."
-    return Plot("training", "Training", text, panels)
+    return Plot("training", panels)
 
 
 def stages_plot(run: Run) -> Plot:
@@ -82,8 +74,7 @@ def stages_plot(run: Run) -> Plot:
     )
     panels = plotting.bar_panels(f"Time ({unit})", times, plotting.amount)
     panels += plotting.bar_panels("Peak memory (GB)", sizes, plotting.amount)
-    text = "Memory is the highest of the process, or of the GPU where there is one, up to then."
-    return Plot("time_and_memory", "Time and memory", text, panels)
+    return Plot("time_and_memory", panels)
 
 
 def _draw_counts(
@@ -93,14 +84,13 @@ def _draw_counts(
         key = _SOURCES[name]
         plotting.mark_rows(ax, [getattr(count, name) for count in rows], key.colour, key.marker)
     ax.set_xscale("symlog", linthresh=1, linscale=0.4)
-    ax.set_xlim(-0.3, max(top, 1) * 1.8)
+    ax.set(xlim=(-0.3, max(top, 1) * 1.8), xlabel="objects")
     ax.xaxis.set_major_formatter(short_count)
     ax.xaxis.set_minor_locator(NullLocator())
     for row in range(1, len(rows)):
         if rows[row].phase != rows[row - 1].phase:
             ax.axhline(row - 0.5, color=MUTED, linewidth=0.8, linestyle=":")
     plotting.name_rows(ax, [count.name for count in rows], guides=True)
-    ax.set_xlabel("objects")
 
 
 def _draw_curves(curves: Sequence[_Curve], spans: Sequence[Span], ax: Axes) -> None:
@@ -120,8 +110,7 @@ def _draw_curves(curves: Sequence[_Curve], spans: Sequence[Span], ax: Axes) -> N
     every = np.concatenate([values for _, _, values in curves])
     if log:
         known = every[every > 0]
-        ax.set_yscale("log")
-        ax.set_ylim(known.min() / 3, known.max() * 3)
+        ax.set(yscale="log", ylim=(known.min() / 3, known.max() * 3))
         ax.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         ax.yaxis.set_minor_locator(NullLocator())
     else:
