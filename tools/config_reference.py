@@ -61,7 +61,7 @@ There are three ways to say which classes and images each phase gets:
    On a command line: `SCENARIO.PHASES "[[car, bus, truck], [bicycle]]"`.
 3. **By data set.** With several entries in `DATASETS.TRAIN` each is a phase with images of its own.
    Categories are matched by name; each is learnt in the first data set that has an object of it.
-   `SCENARIO` is ignored.
+   The rest of `SCENARIO` is ignored, except for `HOLD_OUT`.
 
 With the first two, `SCENARIO.PROTOCOL` divides the images. `strict` shuffles them by `DATA_SEED`
 and gives each to one phase, in proportion to the phases' class counts. `traditional` gives a phase
