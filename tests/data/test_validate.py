@@ -71,6 +71,7 @@ FAULTS = {
     "file name with backslash": (change("images", 0, file_name="a\\b.jpg"), "'a\\\\b.jpg'"),
     "file name empty": (change("images", 0, file_name=""), "image 1: ''"),
     "file name of two lines": (change("images", 0, file_name="a\nb.jpg"), "'a\\nb.jpg'"),
+    "annotation id half a pair": (change("annotations", 1, id="\ud800"), "annotations[1]: id is"),
     "annotation id twice": (change("annotations", 1, id=1), "annotation 1"),
     "annotation without id": (change("annotations", 1, id=...), "annotations[1]: id"),
     "annotation of unknown image": (

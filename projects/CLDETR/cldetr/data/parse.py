@@ -205,7 +205,7 @@ def _read_value(
     key, given = field.name, entry.get(field.name, field.default)
     # 640.0 is 640: some exporters write every number as a float.
     plain = int(given) if isinstance(given, float) and given.is_integer() else given
-    with contextlib.suppress(msgspec.ValidationError):
+    with contextlib.suppress(msgspec.ValidationError, UnicodeEncodeError):
         value = msgspec.convert(plain, field.type)
         if _is_valid(value):
             return value
