@@ -18,7 +18,8 @@ def installed(tmp_path_factory):
     source = folder / "source"
     # A copy of what the repository has: the build must not write into the checkout, nor profit
     # from what lies there.
-    names = ["pyproject.toml", "setup.py", "README.md", "LICENSE", "configs", "projects"]
+    names = ["pyproject.toml", "setup.py", "README.md", "LICENSE"]
+    names += ["train_net.py", "configs", "projects"]
     command = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "--", *names]
     listed = subprocess.run(command, capture_output=True, text=True)
     if listed.returncode:

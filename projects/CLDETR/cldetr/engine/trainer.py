@@ -199,9 +199,11 @@ class IncrementalTrainer(TrainerBase):
         cfg = self.cfg
         chain: list[HookBase] = [hooks.IterationTimer(warmup_iter=3), hooks.LRScheduler()]
         if cfg.TEST.EVAL_PERIOD:
-            chain.append(
-                hooks.EvalHook(cfg.TEST.EVAL_PERIOD, self._metrics, eval_after_train=False)
-            )
+
+            def evaluate() -> dict[str, float]:  # for the curves
+                return to_scalars(self.test(self.cfg, self.detector))
+
+            chain.append(hooks.EvalHook(cfg.TEST.EVAL_PERIOD, evaluate, eval_after_train=False))
         if comm.is_main_process():
             if cfg.LOG_IMAGES and cfg.VIS_PERIOD:
                 chain.append(SnapshotHook(cfg))
@@ -441,9 +443,7 @@ class IncrementalTrainer(TrainerBase):
         def finish() -> None:
             calibrated = self.method.calibrate is not None and phase > 1
             content = {**to_plain(entry), "stage": "calibrate" if calibrated else "train"}
-            folder = self.ledger.folder(phase, "evaluate")
-            folder.mkdir(parents=True, exist_ok=True)
-            write_json(folder / "metrics.json", content)
+            write_json(self.ledger.folder(phase, "evaluate") / "metrics.json", content)
             facts = {"seconds": time.perf_counter() - begin, "memory_mb": memory_mb()}
             self.ledger.finish(phase, "evaluate", ["metrics.json"], self._inputs, facts)
 
@@ -569,10 +569,8 @@ class IncrementalTrainer(TrainerBase):
     ) -> None:
         """Writes the weights that a training stage ended with and declares it finished."""
         meta = describe(self.run_cfg, self.data.scenario, phase, stage)
-        folder = self.ledger.folder(phase, stage)
-        folder.mkdir(parents=True, exist_ok=True)
         weights = {"model": finite_weights(self.detector), "cldetr": meta}
-        save_state(folder / "model.pth", weights)
+        save_state(self.ledger.folder(phase, stage) / "model.pth", weights)
         self.ledger.finish(phase, stage, ["model.pth"], inputs, facts)
 
     def _pseudo_facts(self, learner: Learner) -> dict[str, Any]:
@@ -630,10 +628,6 @@ class IncrementalTrainer(TrainerBase):
             type(error).__name__,
             str(error).partition("\n")[0],
         )
-
-    def _metrics(self) -> dict[str, float]:
-        """The metrics in the course of a stage, for the curves."""
-        return to_scalars(self.test(self.cfg, self.detector))
 
     def _summarise(self) -> dict[str, Any]:
         """Writes and logs the table of all phases."""

@@ -31,7 +31,6 @@ LIBRARIES = ("cpu", "cuda")
 class Backend:
     """The state of one library: loaded, or the reason why not with its fix."""
 
-    name: str
     path: Path | None
     loaded: bool
     reason: str = ""
@@ -95,5 +94,5 @@ def load_libraries() -> dict[str, Backend]:
                 torch.ops.load_library(str(path))
             except OSError as error:
                 reason = f"cannot be loaded: {error.__cause__ or error}; run `cldetr build --force`"
-        backends[name] = Backend(name, path, not reason, reason)
+        backends[name] = Backend(path, not reason, reason)
     return backends
