@@ -59,6 +59,7 @@ FAULTS = {
     "image of negative height": (change("images", 1, height=-3), "image 2: 100×-3"),
     "image of absurd size": (change("images", 2, width=10**7), "image 3: 10000000×80"),
     "image size a text": (change("images", 0, width="100"), "image 1: width is '100'"),
+    "image size half a pair": (change("images", 0, width="\ud800"), "image 1: width is"),
     "image size a fraction": (change("images", 0, width=99.5), "image 1: width is 99.5"),
     "image id beyond 64 bits": (change("images", 0, id=2**63), "id is 9223372036854775808"),
     "image id null": (change("images", 0, id=None), "images[0]: id is None"),
@@ -71,7 +72,6 @@ FAULTS = {
     "file name with backslash": (change("images", 0, file_name="a\\b.jpg"), "'a\\\\b.jpg'"),
     "file name empty": (change("images", 0, file_name=""), "image 1: ''"),
     "file name of two lines": (change("images", 0, file_name="a\nb.jpg"), "'a\\nb.jpg'"),
-    "annotation id half a pair": (change("annotations", 1, id="\ud800"), "annotations[1]: id is"),
     "annotation id twice": (change("annotations", 1, id=1), "annotation 1"),
     "annotation without id": (change("annotations", 1, id=...), "annotations[1]: id"),
     "annotation of unknown image": (
