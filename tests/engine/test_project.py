@@ -121,7 +121,7 @@ def test_the_documented_overrides_are_called_for_every_stage(tiny_config, tmp_pa
     prefix = f"cldetr/{str(tmp_path).strip('/')}"
     assert calls == [
         (1, "train", (f"{prefix}/phase1",)),
-        (2, "train", (f"{prefix}/phase2", f"{prefix}/exemplars1")),
+        (2, "train", (f"{prefix}/replay2",)),
         (2, "calibrate", (f"{prefix}/exemplars2",)),
     ]
     after = trainer.detector.backbone.state_dict()
