@@ -17,9 +17,8 @@ from cldetr.analysis.pictures import draw_run_pictures
 from cldetr.cli import main
 from cldetr.evaluation.average_precision import METRICS, summarise_precision
 from cldetr.evaluation.results import format_table, summarise, write_results
-from cldetr.report.comparison import write_comparison
 from cldetr.report.diagnosis_plots import write_diagnosis_plots
-from cldetr.report.run_page import write_run_page
+from cldetr.report.pages import write_comparison, write_run_page
 from cldetr.report.rundir import read_run
 from cldetr.train import show_run
 

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from cldetr.errors import InputError
-from cldetr.report.run_page import write_run_page
+from cldetr.report.pages import write_run_page
 from cldetr.report.rundir import find_runs, read_run
 from cldetr.report.tables import training_spans
 

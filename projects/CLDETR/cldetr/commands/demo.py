@@ -14,7 +14,7 @@ from cldetr.data.shapes import ensure_shapes
 from cldetr.engine.sweep import Job, make_job
 from cldetr.errors import InputError
 from cldetr.evaluation.results import format_table, load_results
-from cldetr.report.comparison import write_comparison
+from cldetr.report.pages import write_comparison
 from cldetr.report.rundir import read_run
 
 

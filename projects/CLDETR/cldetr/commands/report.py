@@ -6,8 +6,7 @@ import argparse
 from pathlib import Path
 
 from cldetr.errors import InputError
-from cldetr.report.comparison import write_comparison
-from cldetr.report.run_page import write_run_page
+from cldetr.report.pages import write_comparison, write_run_page
 from cldetr.report.rundir import find_runs, read_run
 
 

@@ -17,7 +17,7 @@ from cldetr.data.coco_writer import write_subset
 from cldetr.data.manifest import save_manifest
 from cldetr.errors import InputError
 from cldetr.files import write_json
-from cldetr.report.audit_page import write_audit_page
+from cldetr.report.pages import write_audit_page
 from cldetr.scenario import BASE, Scenario, make_scenario, make_separate_scenario
 
 ORDERS = ("id", "seed", "released")

@@ -21,7 +21,7 @@ from cldetr.engine.plan import Cost, Plan, make_plan, sum_text
 from cldetr.engine.sweep import Experiment, Job, collect, plan, run_here
 from cldetr.errors import InputError
 from cldetr.files import atomic_path
-from cldetr.report.comparison import write_comparison
+from cldetr.report.pages import write_comparison
 from cldetr.report.paper import paper_tables
 from cldetr.report.rundir import read_run
 from cldetr.report.sweep_table import (

@@ -49,7 +49,7 @@ def _diagnose(folder: Path) -> None:
 
 
 def _write_report(folder: Path) -> None:
-    from cldetr.report.run_page import write_run_page
+    from cldetr.report.pages import write_run_page
     from cldetr.report.rundir import read_run
 
     logger.info("report: %s", write_run_page(read_run(folder), folder / "report"))
