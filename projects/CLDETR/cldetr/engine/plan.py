@@ -185,16 +185,22 @@ def measure_cost(cfg: CfgNode, detector: Detector, data: RunData, method: Method
     batch = _random_batch(size, detector.num_classes)
     seen = range(detector.num_classes)
     plain = Learner(detector, seen=seen).train()
+    amp = cfg.SOLVER.AMP
+    autocast = torch.autocast(
+        detector.device.type,
+        dtype=torch.bfloat16 if amp.DTYPE == "bfloat16" else torch.float16,
+        enabled=amp.ENABLED,
+    )
     half = _random_batch((size[0] // 2, size[1]), detector.num_classes)
-    kept, kept_of_half = _saved_bytes(plain, batch), _saved_bytes(plain, half)
+    kept, kept_of_half = (_saved_bytes(plain, each, autocast) for each in (batch, half))
     # One part grows with the image, the other, of queries and decoder, does not.
     kept_per_pixel = max(kept - kept_of_half, 0) / (pixels / 2)
-    step = _seconds_per_call(lambda: _step(plain, batch), on_gpu)
+    step = _seconds_per_call(lambda: _step(plain, batch, autocast), on_gpu)
     teaching = step
     if method.needs_teacher and len(data.scenario.phases) > 1:
         learner = training_learner(detector, method, data.scenario, 2, old_model=detector).train()
         if not (method.pseudo and method.pseudo.cache):  # asked once per image, not in each step
-            teaching = _seconds_per_call(lambda: _step(learner, batch), on_gpu)
+            teaching = _seconds_per_call(lambda: _step(learner, batch, autocast), on_gpu)
     detector.eval()
     with torch.no_grad():
         test = _seconds_per_call(lambda: detector(batch), on_gpu)
@@ -340,12 +346,14 @@ def _random_batch(size: tuple[int, int], num_classes: int) -> list[dict[str, Any
     ]
 
 
-def _step(learner: Learner, batch: list[dict[str, Any]]) -> None:
-    sum(learner(batch).values()).backward()
+def _step(learner: Learner, batch: list[dict[str, Any]], autocast: torch.autocast) -> None:
+    with autocast:
+        losses = learner(batch)
+    sum(losses.values()).backward()
     learner.zero_grad()
 
 
-def _saved_bytes(learner: Learner, batch: list[dict[str, Any]]) -> int:
+def _saved_bytes(learner: Learner, batch: list[dict[str, Any]], autocast: torch.autocast) -> int:
     """What a forward pass keeps for the backward pass, weights not counted."""
     sizes: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in learner.parameters()}
@@ -357,8 +365,7 @@ def _saved_bytes(learner: Learner, batch: list[dict[str, Any]]) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        sum(learner(batch).values()).backward()
-    learner.zero_grad()
+        _step(learner, batch, autocast)
     return sum(sizes.values())
 
 
