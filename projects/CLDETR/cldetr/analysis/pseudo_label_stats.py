@@ -30,10 +30,7 @@ class Grid:
 
     k: tuple[int, ...] = (1, 2, 3, 5, 10, 15, 20, 30, 50)
     iou: tuple[float, ...] = (0.1, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-    score: tuple[float, ...] = (
-        *(0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45),
-        *(0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9),
-    )
+    score: tuple[float, ...] = tuple(n / 20 for n in range(1, 19))  # 0.05 to 0.9
 
     def including(self, rule: PseudoRule, num_queries: int, softmax: bool) -> Grid:
         """The same with a rule's own values, and with K = all queries.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +20,6 @@ from cldetr.errors import InputError
 from cldetr.files import write_json
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif")
-_MAX_SAVING = 8  # pictures that wait to be saved: bounds the memory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,8 +60,8 @@ def run(args: argparse.Namespace) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     images, results, problems = [], [], []
     counts: Counter[str] = Counter()
-    saving: deque[Future[None]] = deque()
-    with ThreadPoolExecutor(2) as pool:  # compresses pictures while the next images are detected
+    saving: Future[None] | None = None
+    with ThreadPoolExecutor(1) as pool:  # compresses a picture while the next image is detected
         bar = tqdm(files, desc="predicting", unit="image", disable=None)
         for image_id, path in enumerate(bar, start=1):
             try:
@@ -75,14 +74,14 @@ def run(args: argparse.Namespace) -> int:
             height, width = pixels.shape[:2]
             entry = {"id": image_id, "file_name": str(path), "width": width, "height": height}
             if not args.no_pictures:
-                saving.append(pool.submit(save_png, _draw(pixels, found), pictures[path]))
-                if len(saving) > _MAX_SAVING:
-                    saving.popleft().result()
+                if saving is not None:
+                    saving.result()
+                saving = pool.submit(save_png, _draw(pixels, found), pictures[path])
                 entry["picture"] = pictures[path].name
             images.append(entry)
             results += [_result(image_id, detection) for detection in found]
-        for saved in saving:
-            saved.result()
+        if saving is not None:
+            saving.result()
     categories = [{"id": x.id, "name": x.name} for x in predictor.categories]
     write_json(args.out / "detections.json", results)
     write_json(
