@@ -33,14 +33,7 @@ from detectron2.utils import comm
 from cldetr.config import identity
 from cldetr.engine.environment import environment
 from cldetr.errors import InputError
-from cldetr.files import (
-    atomic_path,
-    remove_partials,
-    sha256_file,
-    sha256_json,
-    write_json,
-    write_sealed,
-)
+from cldetr.files import atomic_path, remove_partials, sha256_file, sha256_json, write_json
 
 STAGES = ("train", "select", "calibrate", "evaluate")
 _LEAST_FREE = 200 << 20  # bytes; a start below this would fail at the first checkpoint
@@ -166,7 +159,7 @@ class Ledger:
             "outputs": {name: sha256_file(folder / name) for name in outputs},
             "facts": dict(facts),
         }
-        write_sealed(folder / "stage.json", record)
+        write_json(folder / "stage.json", {**record, "hash": sha256_json(record)})
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
     def _forget_failed_start(self) -> None:
