@@ -197,7 +197,9 @@ def draw_panels(
     line = sum(font.getmetrics()) + 2
     canvases = [make_canvas(pixels, short_side, fit=True) for _ in panels]
     width, height = canvases[0].image.size
-    titles = [textwrap.wrap(title, int(width // font.getlength("n"))) for title, _ in panels]
+    titles = [
+        textwrap.wrap(title, int(width * len(title) / font.getlength(title))) for title, _ in panels
+    ]
     top = margin + line * max(len(lines) for lines in titles)
     lefts = [margin + number * (width + gap) for number in range(len(panels))]
     size = (lefts[-1] + width + margin, top + height + margin + line)
