@@ -73,7 +73,7 @@ def phase_budget(budget: float, scenario: Scenario) -> float:
 
     With the same share in each phase, E_1:i is that share of the data seen after any phase i. In
     the traditional protocol phases share images, so that Σ|D_i| is more than |D|: there the share
-    is scaled by |D| / Σ|D_i|. A share of 1 keeps all images, and numbers of images stay as they are.
+    is scaled by |D| / Σ|D_i|. A share of 1 keeps all images; numbers of images stay as they are.
     """
     if not 0 < budget < 1:
         return budget
