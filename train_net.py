@@ -66,7 +66,7 @@ def print_plan(args: argparse.Namespace) -> None:
     plan = make_plan(cfg, Trainer.build_model, processes=args.num_gpus * args.num_machines)
     print(plan.text())
     if plan.problems:
-        raise InputError(f"{len(plan.problems)} problems would stop this run")
+        raise InputError(f"this run would fail; problems: {len(plan.problems)}")
 
 
 def run(argv: Sequence[str] | None = None) -> int:
