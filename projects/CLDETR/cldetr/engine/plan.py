@@ -90,7 +90,7 @@ class Plan:
             lines.append(f"  in all: {steps:,} steps, {self.test_images:,} test images each phase")
             lines.append(f"  disk: {self.disk / _GIB:.2f} GiB for weights and checkpoints")
         if self.memory is not None and self.hours is not None:
-            lines.append(f"  memory: {self.memory / _GIB:.1f} GiB on each device (an estimate)")
+            lines.append(f"  memory: {self.memory / _GIB:.2f} GiB on each device (an estimate)")
             lines.append(f"  time: {self.hours:.2g} hours on {self.device} (an estimate)")
         lines += [f"  note: {note}" for note in self.notes]
         lines += [f"  PROBLEM: {problem}" for problem in self.problems]
