@@ -17,14 +17,10 @@ from datetime import timedelta
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.evaluation import verify_results
-from detectron2.utils import comm
 
 from cldetr.config import load_config
 from cldetr.engine import IncrementalTrainer, default_argument_parser, default_setup, launch
-from cldetr.engine.plan import make_plan
-from cldetr.errors import InputError
-from cldetr.evaluation.results import format_entry, format_table
+from cldetr.engine.plan import print_plan
 from cldetr.report.after_run import show_run
 
 
@@ -40,44 +36,26 @@ def setup(args: argparse.Namespace) -> CfgNode:
 
 
 def main(args: argparse.Namespace) -> dict[str, Any]:
-    """Trains, or evaluates; what each process does."""
+    """Trains, evaluates or plans; what each process does."""
     cfg = setup(args)
+    if args.plan:
+        return print_plan(cfg, Trainer.build_model, args.num_gpus * args.num_machines)
     trainer = Trainer(cfg)
-    if args.eval_only and trainer.has_other_test_set():
-        results = trainer.evaluate_run()
-        if comm.is_main_process():
-            print(format_table(results))
-        return results
     if args.eval_only:
-        results = trainer.evaluate_weights()
-        if comm.is_main_process():
-            print(format_entry(results))
-            verify_results(cfg, results)
-        return results
+        return trainer.evaluate()
     trainer.resume_or_load(resume=args.resume)
     results = trainer.train()
     show_run(cfg.OUTPUT_DIR, enabled=cfg.REPORT)  # pictures and a page of the run
     return results
 
 
-def print_plan(args: argparse.Namespace) -> None:
-    """Prints what a run will do and need; problems that would stop it are an error."""
-    cfg = load_config(args.config_file, args.opts)
-    plan = make_plan(cfg, Trainer.build_model, processes=args.num_gpus * args.num_machines)
-    print(plan.text())
-    if plan.problems:
-        raise InputError(f"this run would fail; problems: {len(plan.problems)}")
-
-
 def run(argv: Sequence[str] | None = None) -> int:
     """Runs a command line in one or several processes; returns the exit status."""
     args = default_argument_parser().parse_args(argv)
-    if args.plan:
-        return launch(print_plan, 1, args=(args,))
     return launch(
         main,
-        args.num_gpus,
-        num_machines=args.num_machines,
+        1 if args.plan else args.num_gpus,
+        num_machines=1 if args.plan else args.num_machines,
         machine_rank=args.machine_rank,
         dist_url=args.dist_url,
         args=(args,),

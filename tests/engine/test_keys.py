@@ -5,7 +5,6 @@ SCENARIO, METHOD and SCHEDULE become. Every key of Detectron2's `get_cfg()` and 
 be among them, or be refused when it is set.
 """
 
-import argparse
 import dataclasses
 import sys
 import typing
@@ -26,7 +25,7 @@ from cldetr.config import (
     leaves,
     watch_keys,
 )
-from cldetr.engine import trainer
+from cldetr.engine import default_argument_parser, trainer
 from cldetr.errors import InputError
 from cldetr.methods.method import Method
 from cldetr.settings import ScenarioSettings, Schedule
@@ -77,7 +76,7 @@ def read(tiny_config, tmp_path_factory):
 def keys_of_run(cfg, eval_only):
     """Runs what `train_net.py` runs; returns the keys that were read from the config."""
     watched, found = watch_keys(cfg)
-    args = argparse.Namespace(config_file="", opts=[], eval_only=eval_only, resume=False)
+    args = default_argument_parser().parse_args(["--eval-only"] if eval_only else [])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "load_config", lambda *_: watched)
         # Checks look at all keys; only what uses them counts.

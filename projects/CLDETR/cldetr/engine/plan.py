@@ -97,6 +97,17 @@ class Plan:
         return "\n".join(lines)
 
 
+def print_plan(
+    cfg: CfgNode, build_model: Callable[[CfgNode], Detector], processes: int
+) -> dict[str, Any]:
+    """Prints what a run will do and need; problems that would stop it are an error."""
+    plan = make_plan(cfg, build_model, processes=processes)
+    print(plan.text())
+    if plan.problems:
+        raise InputError(f"this run would fail; problems: {len(plan.problems)}")
+    return {}
+
+
 def make_plan(
     cfg: CfgNode,
     build_model: Callable[[CfgNode], Detector],

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase, TrainerBase, hooks
-from detectron2.evaluation import DatasetEvaluator, DatasetEvaluators, inference_on_dataset
+from detectron2.evaluation import (
+    DatasetEvaluator,
+    DatasetEvaluators,
+    inference_on_dataset,
+    verify_results,
+)
 from detectron2.modeling import build_model
 from detectron2.solver import LRMultiplier, build_lr_scheduler
 from detectron2.utils import comm
@@ -51,6 +56,7 @@ from cldetr.engine.teacher_cache import cache_teacher_predictions
 from cldetr.errors import InputError, blame
 from cldetr.evaluation.evaluator import IncrementalEvaluator, to_plain, to_scalars
 from cldetr.evaluation.results import (
+    format_entry,
     format_matrix,
     format_table,
     load_results,
@@ -327,13 +333,19 @@ class IncrementalTrainer(TrainerBase):
         self._see(phase)
         return self.test(self._evaluation_config(phase), self.detector)
 
-    def has_other_test_set(self) -> bool:
-        """Whether OUTPUT_DIR holds a run that was evaluated on other data than DATASETS.TEST."""
-        if not (self.ledger.root / "identity.json").exists():
-            return False
-        stored = read_identity(self.ledger.root / "identity.json")
-        own_weights = self.run_cfg.MODEL.WEIGHTS in ("", stored["MODEL.WEIGHTS"])
-        return own_weights and stored["DATASETS.TEST"] != list(self.run_cfg.DATASETS.TEST)
+    def evaluate(self) -> dict[str, Any]:
+        """Evaluates without training and prints the results, as `--eval-only` does.
+
+        A finished run whose DATASETS.TEST is another one now is evaluated after each phase
+        (`evaluate_run`); anything else is one set of weights (`evaluate_weights`).
+        """
+        whole_run = self._has_other_test_set()
+        results = self.evaluate_run() if whole_run else self.evaluate_weights()
+        if comm.is_main_process():
+            logger.info("\n%s", format_table(results) if whole_run else format_entry(results))
+            if not whole_run:
+                verify_results(self.run_cfg, results)
+        return results
 
     def evaluate_run(self) -> dict[str, Any]:
         """Evaluates the weights after each phase of a finished run on DATASETS.TEST.
@@ -612,6 +624,14 @@ class IncrementalTrainer(TrainerBase):
     def _load(self, path: Path) -> None:
         load_into(self.detector, load_state(path)["model"], str(path))
         self._inputs = {"model": sha256_file(path)}
+
+    def _has_other_test_set(self) -> bool:
+        """Whether OUTPUT_DIR holds a run that was evaluated on other data than DATASETS.TEST."""
+        if not (self.ledger.root / "identity.json").exists():
+            return False
+        stored = read_identity(self.ledger.root / "identity.json")
+        own_weights = self.run_cfg.MODEL.WEIGHTS in ("", stored["MODEL.WEIGHTS"])
+        return own_weights and stored["DATASETS.TEST"] != list(self.run_cfg.DATASETS.TEST)
 
     def _evaluation_config(self, phase: int) -> CfgNode:
         return evaluation_config(self.run_cfg, phase, self.data.name("test", phase))
