@@ -12,6 +12,7 @@ import io
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -426,7 +427,7 @@ def test_every_python_block_is_run_by_a_test():
 def folder(tiny_run, tmp_path, monkeypatch):
     """A folder with what the examples take: RUN, model.pth, photo.png and so on."""
     shapes = tiny_run.parent / "shapes"
-    (tmp_path / "RUN").symlink_to(tiny_run)
+    shutil.copytree(tiny_run, tmp_path / "RUN")
     (tmp_path / "model.pth").symlink_to(tiny_run / "phase2/calibrate/model.pth")
     (tmp_path / "IMAGES").symlink_to(shapes / "images/val")
     (tmp_path / "instances.json").symlink_to(shapes / "annotations/instances_val.json")
