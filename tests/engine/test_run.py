@@ -256,6 +256,16 @@ def test_eval_only_repeats_the_runs_last_numbers(finished, tiny_shapes):
     assert f"{metrics['all']['AP50']:.1f}" in said
 
 
+def test_weights_that_a_run_started_from_are_not_those_to_evaluate(finished, tiny_config, tmp_path):
+    given = finished / "phase2/calibrate/model.pth"
+    cfg = tiny_config(tmp_path, "MODEL.WEIGHTS", str(given), "SCHEDULE.FIRST.MAX_STEPS", "1")
+    results = train(cfg)
+    trainer = IncrementalTrainer(cfg)
+    assert trainer.evaluate()["all"] == results["phases"][1]["all"]
+    last = load_state(tmp_path / "phase2/calibrate/model.pth")["model"]
+    assert all(torch.equal(x, last[key]) for key, x in trainer.detector.state_dict().items())
+
+
 def test_the_data_may_not_change_under_a_run(finished, tiny_config):
     with pytest.raises(InputError, match=r"SCENARIO\.DATA_SEED: was 0, now 5"):
         train(tiny_config(finished, "SCENARIO.DATA_SEED", "5"), resume=True)

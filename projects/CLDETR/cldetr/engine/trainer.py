@@ -312,11 +312,11 @@ class IncrementalTrainer(TrainerBase):
     def evaluate_weights(self) -> dict[str, Any]:
         """Evaluates MODEL.WEIGHTS, or else the newest weights of the run directory.
 
-        They are evaluated on the classes that the file says it has seen, all of them where it does
-        not say.
+        MODEL.WEIGHTS that the run in the directory started from are not meant. The classes are
+        those that the file says it has seen, all of them where it does not say.
         """
         phases = len(self.data.scenario.phases)
-        path = self.run_cfg.MODEL.WEIGHTS
+        path = "" if self._own_identity() else self.run_cfg.MODEL.WEIGHTS
         for phase in range(phases, 0, -1):
             path = path or str(final_weights(self.ledger.root, phase) or "")
         if not path:
@@ -625,13 +625,17 @@ class IncrementalTrainer(TrainerBase):
         load_into(self.detector, load_state(path)["model"], str(path))
         self._inputs = {"model": sha256_file(path)}
 
+    def _own_identity(self) -> dict[str, Any]:
+        """The identity of the run in OUTPUT_DIR; empty where MODEL.WEIGHTS name other weights."""
+        path = self.ledger.root / "identity.json"
+        stored = read_identity(path) if path.exists() else {}
+        own = self.run_cfg.MODEL.WEIGHTS in ("", stored.get("MODEL.WEIGHTS"))
+        return stored if own else {}
+
     def _has_other_test_set(self) -> bool:
         """Whether OUTPUT_DIR holds a run that was evaluated on other data than DATASETS.TEST."""
-        if not (self.ledger.root / "identity.json").exists():
-            return False
-        stored = read_identity(self.ledger.root / "identity.json")
-        own_weights = self.run_cfg.MODEL.WEIGHTS in ("", stored["MODEL.WEIGHTS"])
-        return own_weights and stored["DATASETS.TEST"] != list(self.run_cfg.DATASETS.TEST)
+        stored = self._own_identity()
+        return bool(stored) and stored["DATASETS.TEST"] != list(self.run_cfg.DATASETS.TEST)
 
     def _evaluation_config(self, phase: int) -> CfgNode:
         return evaluation_config(self.run_cfg, phase, self.data.name("test", phase))
