@@ -168,7 +168,7 @@ def test_a_lazy_config_of_own_parts_runs_and_can_be_restored(tiny_run, tmp_path)
     assert results["phases"][1]["bbox"]["AP"] == pytest.approx(results["phases"][1]["all"]["AP"])
     stored = load_config(str(tmp_path / "run/config.yaml"))
     assert identity(stored) == identity(trainer.run_cfg)
-    entry = IncrementalTrainer(stored).evaluate_weights()
+    entry = IncrementalTrainer(stored).evaluate()
     assert entry["all"]["AP"] == results["phases"][1]["all"]["AP"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from detectron2.config import CfgNode
 
 from cldetr.config import method_of, schedule_of
@@ -102,6 +103,13 @@ def planned_stages(cfg: CfgNode, scenario: Scenario) -> list[Stage]:
         if method.calibrate is not None and phase.index > 1:
             stages.append(make_stage(cfg, phase.index, "calibrate", (), exemplars))
     return stages
+
+
+def see_classes(detector: Detector, scenario: Scenario, phase: int) -> None:
+    """Makes a detector predict the classes up to a phase."""
+    seen = torch.zeros_like(detector.visible_classes)
+    seen[list(scenario.seen(phase))] = True
+    detector.visible_classes = seen
 
 
 def training_learner(

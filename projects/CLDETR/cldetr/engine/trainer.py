@@ -13,12 +13,7 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase, TrainerBase, hooks
-from detectron2.evaluation import (
-    DatasetEvaluator,
-    DatasetEvaluators,
-    inference_on_dataset,
-    verify_results,
-)
+from detectron2.evaluation import DatasetEvaluator, DatasetEvaluators, inference_on_dataset
 from detectron2.modeling import build_model
 from detectron2.solver import LRMultiplier, build_lr_scheduler
 from detectron2.utils import comm
@@ -36,11 +31,12 @@ from cldetr.engine.checkpoint import (
     save_state,
 )
 from cldetr.engine.console import StageWriter, memory_mb
+from cldetr.engine.evaluate import evaluate, write_summary
 from cldetr.engine.hooks import CheckpointHook, SnapshotHook, finite_weights
 from cldetr.engine.initial_weights import initialise, load_trained_detector
-from cldetr.engine.ledger import Ledger, read_identity, read_json
+from cldetr.engine.ledger import Ledger
 from cldetr.engine.ranks import Interrupted, StopRequest, from_rank0
-from cldetr.engine.restore import describe, final_weights
+from cldetr.engine.restore import describe
 from cldetr.engine.rundata import RunData
 from cldetr.engine.stages import (
     Stage,
@@ -48,6 +44,7 @@ from cldetr.engine.stages import (
     evaluation_config,
     make_stage,
     planned_stages,
+    see_classes,
     stage_config,
     training_learner,
 )
@@ -55,14 +52,6 @@ from cldetr.engine.step import StageTrainer, build_optimizer
 from cldetr.engine.teacher_cache import cache_teacher_predictions
 from cldetr.errors import InputError, blame
 from cldetr.evaluation.evaluator import IncrementalEvaluator, to_plain, to_scalars
-from cldetr.evaluation.results import (
-    format_entry,
-    format_matrix,
-    format_table,
-    load_results,
-    summarise,
-    write_results,
-)
 from cldetr.files import sha256_file, write_json
 from cldetr.lazy import lazy_part
 from cldetr.methods.learner import Learner
@@ -295,7 +284,7 @@ class IncrementalTrainer(TrainerBase):
             try:
                 for phase in self.data.scenario.phases:
                     self._train_phase(phase.index)
-                return self._summarise()
+                return write_summary(self.run_cfg, self.data.scenario)
             except (InputError, OSError):
                 raise
             except Exception as error:
@@ -309,67 +298,9 @@ class IncrementalTrainer(TrainerBase):
                 self._begun = False
                 self.ledger.close()
 
-    def evaluate_weights(self) -> dict[str, Any]:
-        """Evaluates MODEL.WEIGHTS, or else the newest weights of the run directory.
-
-        MODEL.WEIGHTS that the run in the directory started from are not meant. The classes are
-        those that the file says it has seen, all of them where it does not say.
-        """
-        phases = len(self.data.scenario.phases)
-        path = "" if self._own_identity() else self.run_cfg.MODEL.WEIGHTS
-        for phase in range(phases, 0, -1):
-            path = path or str(final_weights(self.ledger.root, phase) or "")
-        if not path:
-            raise InputError(
-                f"{self.ledger.root} holds no finished model: set MODEL.WEIGHTS to the one to "
-                "evaluate"
-            )
-        state = load_state(path)
-        phase = int(state.get("cldetr", {}).get("phase", phases))
-        if not 1 <= phase <= phases:
-            raise InputError(f"{path} is of phase {phase}, the scenario has {phases}")
-        load_into(self.detector, state["model"], path)
-        logger.info("evaluating %s after phase %d", path, phase)
-        self._see(phase)
-        return self.test(self._evaluation_config(phase), self.detector)
-
     def evaluate(self) -> dict[str, Any]:
-        """Evaluates without training and prints the results, as `--eval-only` does.
-
-        A finished run whose DATASETS.TEST is another one now is evaluated after each phase
-        (`evaluate_run`); anything else is one set of weights (`evaluate_weights`).
-        """
-        whole_run = self._has_other_test_set()
-        results = self.evaluate_run() if whole_run else self.evaluate_weights()
-        if comm.is_main_process():
-            logger.info("\n%s", format_table(results) if whole_run else format_entry(results))
-            if not whole_run:
-                verify_results(self.run_cfg, results)
-        return results
-
-    def evaluate_run(self) -> dict[str, Any]:
-        """Evaluates the weights after each phase of a finished run on DATASETS.TEST.
-
-        The run's own results stay; these are in results_<data set>.json and .csv beside them.
-        """
-        root, scenario = self.ledger.root, self.data.scenario
-        self.data.check(root)
-        entries = []
-        for phase in scenario.phases:
-            path = final_weights(root, phase.index)
-            if path is None:
-                raise InputError(f"{root} is not finished: no weights of phase {phase.index}")
-            load_into(self.detector, load_state(path)["model"], str(path))
-            self._see(phase.index)
-            entry = self.test(self._evaluation_config(phase.index), self.detector)
-            entries.append({**to_plain(entry), "stage": path.parent.name})
-        if not comm.is_main_process():
-            return {}
-        results = summarise(entries, scenario=scenario.name, method=self.method.name)
-        name = "_".join(Path(word.split(".json:")[0]).name for word in self.run_cfg.DATASETS.TEST)
-        write_results(results, root, f"results_{name}")
-        logger.info("written: %s", root / f"results_{name}.json")
-        return results
+        """Evaluates without training and prints the results, as `--eval-only` does."""
+        return evaluate(self.run_cfg, self.data, self.detector, self.test)
 
     def run_step(self) -> None:
         """Runs one step of the present stage."""
@@ -450,7 +381,8 @@ class IncrementalTrainer(TrainerBase):
             return
         self._stop.check()
         begin = time.perf_counter()
-        entry = self.test(self._evaluation_config(phase), self.detector)
+        cfg = evaluation_config(self.run_cfg, phase, self.data.name("test", phase))
+        entry = self.test(cfg, self.detector)
 
         def finish() -> None:
             calibrated = self.method.calibrate is not None and phase > 1
@@ -465,7 +397,7 @@ class IncrementalTrainer(TrainerBase):
 
     def _fit(self, phase: int, name: str, learner: Learner, datasets: Sequence[str]) -> None:
         """Trains one stage to its end, from its newest checkpoint, or loads its result."""
-        self._see(phase)
+        see_classes(self.detector, self.data.scenario, phase)
         stage = make_stage(self.run_cfg, phase, name, datasets, self.data.size(datasets))
         folder = self.ledger.folder(phase, name)
         if not self._finished(phase, name):
@@ -601,7 +533,7 @@ class IncrementalTrainer(TrainerBase):
 
     def _adopt(self, phase: int) -> None:
         """Takes a trained detector as the first phase's result."""
-        self._see(phase)
+        see_classes(self.detector, self.data.scenario, phase)
         if not self._finished(phase, "train"):
             path = self.run_cfg.MODEL.DETECTOR
             load_trained_detector(self.detector, path, self.data.scenario)
@@ -615,30 +547,9 @@ class IncrementalTrainer(TrainerBase):
         inputs = None if adopted else self._inputs
         return from_rank0(lambda: self.ledger.finished(phase, stage, inputs) is not None)
 
-    def _see(self, phase: int) -> None:
-        """Makes the detector predict the classes up to a phase."""
-        seen = torch.zeros_like(self.detector.visible_classes)
-        seen[list(self.data.scenario.seen(phase))] = True
-        self.detector.visible_classes = seen
-
     def _load(self, path: Path) -> None:
         load_into(self.detector, load_state(path)["model"], str(path))
         self._inputs = {"model": sha256_file(path)}
-
-    def _own_identity(self) -> dict[str, Any]:
-        """The identity of the run in OUTPUT_DIR; empty where MODEL.WEIGHTS name other weights."""
-        path = self.ledger.root / "identity.json"
-        stored = read_identity(path) if path.exists() else {}
-        own = self.run_cfg.MODEL.WEIGHTS in ("", stored.get("MODEL.WEIGHTS"))
-        return stored if own else {}
-
-    def _has_other_test_set(self) -> bool:
-        """Whether OUTPUT_DIR holds a run that was evaluated on other data than DATASETS.TEST."""
-        stored = self._own_identity()
-        return bool(stored) and stored["DATASETS.TEST"] != list(self.run_cfg.DATASETS.TEST)
-
-    def _evaluation_config(self, phase: int) -> CfgNode:
-        return evaluation_config(self.run_cfg, phase, self.data.name("test", phase))
 
     def _log_failure(self, error: Exception) -> None:
         """Says where a hook, an evaluator or other code of the user's failed, and what to do."""
@@ -652,26 +563,6 @@ class IncrementalTrainer(TrainerBase):
             type(error).__name__,
             str(error).partition("\n")[0],
         )
-
-    def _summarise(self) -> dict[str, Any]:
-        """Writes and logs the table of all phases."""
-        phases = [
-            read_json(self.ledger.folder(phase.index, "evaluate") / "metrics.json")
-            for phase in self.data.scenario.phases
-        ]
-        joint = self.run_cfg.TEST.JOINT_RESULTS
-        results = summarise(
-            phases,
-            scenario=self.data.scenario.name,
-            method=self.method.name,
-            joint=load_results(joint) if joint else None,
-        )
-        if comm.is_main_process():
-            write_results(results, self.ledger.root)
-            logger.info("results of %s:\n%s", self.ledger.root, format_table(results))
-            if len(phases) > 2:
-                logger.info("AP of each phase's classes:\n%s", format_matrix(results))
-        return results
 
 
 def _overridden(cls: type[IncrementalTrainer], cfg: CfgNode) -> set[str]:

@@ -1,0 +1,140 @@
+"""The results of a run, and evaluation without training."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from detectron2.config import CfgNode
+from detectron2.evaluation import verify_results
+from detectron2.utils import comm
+
+from cldetr.config import method_of
+from cldetr.engine.checkpoint import load_into, load_state
+from cldetr.engine.ledger import read_identity, read_json
+from cldetr.engine.restore import final_weights
+from cldetr.engine.rundata import RunData
+from cldetr.engine.stages import evaluation_config, see_classes
+from cldetr.errors import InputError
+from cldetr.evaluation.evaluator import to_plain
+from cldetr.evaluation.results import (
+    format_entry,
+    format_matrix,
+    format_table,
+    load_results,
+    summarise,
+    write_results,
+)
+from cldetr.modeling.detector import Detector
+from cldetr.scenario import Scenario
+
+logger = logging.getLogger(__name__)
+
+Test = Callable[[CfgNode, Detector], dict[str, Any]]
+
+
+def evaluate(cfg: CfgNode, data: RunData, detector: Detector, test: Test) -> dict[str, Any]:
+    """Evaluates without training and prints the results.
+
+    A finished run whose DATASETS.TEST is another one now is evaluated after each phase; anything
+    else is one set of weights.
+
+    Args:
+        cfg: of the run.
+        data: its data.
+        detector: receives the weights.
+        test: the trainer's `test`.
+    """
+    stored = _own_identity(cfg)
+    whole_run = bool(stored) and stored["DATASETS.TEST"] != list(cfg.DATASETS.TEST)
+    if whole_run:
+        results = _evaluate_run(cfg, data, detector, test)
+    else:
+        results = _evaluate_weights(cfg, data, detector, test, own=bool(stored))
+    if comm.is_main_process():
+        logger.info("\n%s", format_table(results) if whole_run else format_entry(results))
+        if not whole_run:
+            verify_results(cfg, results)
+    return results
+
+
+def write_summary(cfg: CfgNode, scenario: Scenario) -> dict[str, Any]:
+    """Writes and logs the table of all phases of a finished run; returns it."""
+    root = Path(cfg.OUTPUT_DIR)
+    phases = [
+        read_json(root / f"phase{phase.index}" / "evaluate" / "metrics.json")
+        for phase in scenario.phases
+    ]
+    joint = cfg.TEST.JOINT_RESULTS
+    results = summarise(
+        phases,
+        scenario=scenario.name,
+        method=method_of(cfg).name,
+        joint=load_results(joint) if joint else None,
+    )
+    if comm.is_main_process():
+        write_results(results, root)
+        logger.info("results of %s:\n%s", root, format_table(results))
+        if len(phases) > 2:
+            logger.info("AP of each phase's classes:\n%s", format_matrix(results))
+    return results
+
+
+def _evaluate_weights(
+    cfg: CfgNode, data: RunData, detector: Detector, test: Test, own: bool
+) -> dict[str, Any]:
+    """Evaluates MODEL.WEIGHTS, or else the newest weights of the run directory.
+
+    MODEL.WEIGHTS that the run in the directory started from are not meant. The classes are those
+    that the file says it has seen, all of them where it does not say.
+    """
+    phases = len(data.scenario.phases)
+    path = "" if own else cfg.MODEL.WEIGHTS
+    for phase in range(phases, 0, -1):
+        path = path or str(final_weights(cfg.OUTPUT_DIR, phase) or "")
+    if not path:
+        raise InputError(
+            f"{cfg.OUTPUT_DIR} holds no finished model: set MODEL.WEIGHTS to the one to evaluate"
+        )
+    state = load_state(path)
+    phase = int(state.get("cldetr", {}).get("phase", phases))
+    if not 1 <= phase <= phases:
+        raise InputError(f"{path} is of phase {phase}, the scenario has {phases}")
+    load_into(detector, state["model"], path)
+    logger.info("evaluating %s after phase %d", path, phase)
+    see_classes(detector, data.scenario, phase)
+    return test(evaluation_config(cfg, phase, data.name("test", phase)), detector)
+
+
+def _evaluate_run(cfg: CfgNode, data: RunData, detector: Detector, test: Test) -> dict[str, Any]:
+    """Evaluates the weights after each phase of a finished run on DATASETS.TEST.
+
+    The run's own results stay; these are in results_<data set>.json and .csv beside them.
+    """
+    root, scenario = Path(cfg.OUTPUT_DIR), data.scenario
+    data.check(root)
+    entries = []
+    for phase in scenario.phases:
+        path = final_weights(root, phase.index)
+        if path is None:
+            raise InputError(f"{root} is not finished: no weights of phase {phase.index}")
+        load_into(detector, load_state(path)["model"], str(path))
+        see_classes(detector, scenario, phase.index)
+        entry = test(evaluation_config(cfg, phase.index, data.name("test", phase.index)), detector)
+        entries.append({**to_plain(entry), "stage": path.parent.name})
+    if not comm.is_main_process():
+        return {}
+    results = summarise(entries, scenario=scenario.name, method=method_of(cfg).name)
+    name = "_".join(Path(word.split(".json:")[0]).name for word in cfg.DATASETS.TEST)
+    write_results(results, root, f"results_{name}")
+    logger.info("written: %s", root / f"results_{name}.json")
+    return results
+
+
+def _own_identity(cfg: CfgNode) -> dict[str, Any]:
+    """The identity of the run in OUTPUT_DIR; empty where MODEL.WEIGHTS name other weights."""
+    path = Path(cfg.OUTPUT_DIR) / "identity.json"
+    stored = read_identity(path) if path.exists() else {}
+    return stored if cfg.MODEL.WEIGHTS in ("", stored.get("MODEL.WEIGHTS")) else {}
