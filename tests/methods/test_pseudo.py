@@ -130,6 +130,7 @@ def test_merge_puts_ground_truth_first_and_counts_what_does_not_fit():
     pseudo = target([0, 1], [[0.7, 0.7, 0.1, 0.1], [0.8, 0.8, 0.1, 0.1]])
     merged, dropped = merge(truth, pseudo, limit=3)
     assert merged.labels.tolist() == [5, 6, 0]
+    assert merged.pseudo.tolist() == [False, False, True]
     assert dropped == 1
     assert merge(truth, pseudo, limit=1)[0].labels.tolist() == [5, 6]
 
@@ -147,6 +148,7 @@ def test_merge_batch_counts():
     nothing = target([], [])
     merged, counts = merge_batch([truth, truth], [pseudo, nothing], PseudoRule(), limit=10)
     assert [len(x) for x in merged] == [2, 1]
+    assert [x.pseudo.tolist() for x in merged] == [[False, True], [False]]
     assert (counts.images, counts.empty, counts.pseudo, counts.overlapping) == (2, 1, 1, 1)
 
 

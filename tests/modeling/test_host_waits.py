@@ -58,7 +58,8 @@ def test_a_forward_pass_copies_to_the_device_without_waiting(
 
 def test_labels_and_their_indices_are_copied_without_waiting():
     with Transfers() as transfers:
-        Target(torch.tensor([1, 2]), torch.rand(2, 4), torch.rand(2, 7)).to(META)
+        flags = torch.tensor([False, True])
+        Target(torch.tensor([1, 2]), torch.rand(2, 4), torch.rand(2, 7), flags).to(META)
         row_indices([2, 0, 3], META)
-    assert transfers.count == 5
+    assert transfers.count == 6
     assert transfers.blocking == []

@@ -39,7 +39,6 @@ from cldetr.files import atomic_path, write_json
 from cldetr.layers.boxes import box_cxcywh_to_xyxy
 from cldetr.methods.learner import freeze
 from cldetr.methods.pseudo import Predictions, PseudoRule, drop_overlapping, make_pseudo_labels
-from cldetr.modeling.structures import Target
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def diagnose(
         entry = mapper(view[int(index)], np.random.default_rng(0))
         (target,) = teacher.targets([entry])
         is_old = teacher.visible_classes[target.labels]
-        truth, hidden = (Target(target.labels[x], target.boxes[x]) for x in (~is_old, is_old))
+        truth, hidden = (target[x] for x in (~is_old, is_old))
         with torch.no_grad():
             output = teacher.predict(teacher.preprocess([entry]))
         logits, boxes = output.logits[-1].float(), output.boxes[-1].float()

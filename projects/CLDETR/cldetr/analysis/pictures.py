@@ -205,7 +205,7 @@ class RunArtist:
             everything = self.mapper(self.view("revealed", phase)[index], rng)
             (target,) = learner.detector.targets([everything])
             old = torch.isin(target.labels.cpu(), torch.tensor(self.scenario.old(phase)))
-            hidden = Target(target.labels[old], target.boxes[old])
+            hidden = target[old]
         entry = self.mapper(self.given(phase)[index], rng)
         return draw_scene(examine_image(learner, entry, self.names, hidden))
 

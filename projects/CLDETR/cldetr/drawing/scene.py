@@ -76,8 +76,7 @@ def examine_image(
             (pseudo,) = learner.pseudo_labels(teacher_output, [entry])
             clear = drop_overlapping(pseudo, truth, learner.rule)
             kept = (pseudo.boxes[:, None] == clear.boxes).all(dim=2).any(dim=1)
-            probs = None if pseudo.probs is None else pseudo.probs[~kept]
-            dropped = Target(pseudo.labels[~kept], pseudo.boxes[~kept], probs)
+            dropped = pseudo[~kept]
         merged, _ = merge(truth, clear, limit=output.logits.shape[2])
         mask = learner.seen if learner.mask_unseen else None
         matches = detector.match(output, [merged], mask)

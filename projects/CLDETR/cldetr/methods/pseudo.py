@@ -165,7 +165,7 @@ def make_pseudo_labels(
             probs = torch.cat([probs, background[images, queries, None]], dim=1)
             probs = probs / probs.sum(dim=1, keepdim=True)
     found = Target(ranking.classes[images, ranks], boxes[images, queries], probs)
-    return _split(found, ranking.chosen.sum(dim=1).tolist())
+    return found.split(ranking.chosen.sum(dim=1).tolist())
 
 
 def candidates(pred: Predictions, rule: PseudoRule) -> Tensor:
@@ -194,7 +194,7 @@ def _drop_in_batch(
     counts, others = [len(x) for x in pseudos], [len(x) for x in truths]
     if not any(counts) or not any(others):
         return list(pseudos)
-    together = _join(pseudos)
+    together = Target.cat(pseudos)
     images, _ = row_indices(counts, together.boxes.device)
     corners = box_cxcywh_to_xyxy(torch.cat([truth.boxes for truth in truths]))
     wanted = pad_rows(corners, *row_indices(others, corners.device), others)[images]  # (P, T, 4)
@@ -206,8 +206,7 @@ def _drop_in_batch(
     none = torch.zeros(len(counts), dtype=torch.int64, device=clear.device)
     sizes = none.index_add_(0, images, clear.long()).tolist()
     rows = clear.nonzero()[:, 0]  # once: each index by a mask would make the host wait for a GPU
-    probs = None if together.probs is None else together.probs[rows]
-    return _split(Target(together.labels[rows], together.boxes[rows], probs), sizes)
+    return together[rows].split(sizes)
 
 
 def merge(truth: Target, pseudo: Target, limit: int) -> tuple[Target, int]:
@@ -226,24 +225,21 @@ def _merge_in_batch(
     truths: Sequence[Target], pseudos: Sequence[Target], limit: int
 ) -> tuple[list[Target], list[int]]:
     """`merge` of every image."""
-    hard = _join(truths)
-    one_hot: Sequence[Tensor | None] = [None] * len(truths)
-    soft = pseudos[0].probs
-    if soft is not None:
-        rows = soft.new_zeros(len(hard), soft.shape[1])
-        rows.scatter_(1, hard.labels[:, None], 1.0)
-        one_hot = rows.split([len(truth) for truth in truths])
+    certain = Target.cat(truths)
+    probs = pseudos[0].probs
+    if probs is not None:
+        rows = probs.new_zeros(len(certain), probs.shape[1])
+        probs = rows.scatter_(1, certain.labels[:, None], 1.0)
+    flags = torch.zeros_like(certain.labels, dtype=torch.bool)
+    certain = dataclasses.replace(certain, probs=probs, pseudo=flags)
     merged, dropped = [], []
-    for truth, pseudo, certain in zip(truths, pseudos, one_hot, strict=True):
+    parts = certain.split([len(truth) for truth in truths])
+    for truth, pseudo in zip(parts, pseudos, strict=True):
         dropped.append(max(len(truth) + len(pseudo) - max(limit, len(truth)), 0))
         if dropped[-1]:
-            pseudo = _first(pseudo, len(pseudo) - dropped[-1])
-        labels = torch.cat([truth.labels, pseudo.labels])
-        boxes = torch.cat([truth.boxes, pseudo.boxes])
-        probs = None
-        if certain is not None and pseudo.probs is not None:
-            probs = torch.cat([certain, pseudo.probs])
-        merged.append(Target(labels, boxes, probs))
+            pseudo = pseudo[: len(pseudo) - dropped[-1]]
+        flags = torch.ones_like(pseudo.labels, dtype=torch.bool)
+        merged.append(Target.cat([truth, dataclasses.replace(pseudo, pseudo=flags)]))
     return merged, dropped
 
 
@@ -294,29 +290,3 @@ def foreground_floor(pred: Predictions, ranking: Ranking, foreground: float) -> 
     if pred.background is None:
         return foreground
     return pred.background.gather(1, ranking.queries)
-
-
-def _first(target: Target, count: int) -> Target:
-    probs = None if target.probs is None else target.probs[:count]
-    return Target(target.labels[:count], target.boxes[:count], probs)
-
-
-def _join(targets: Sequence[Target]) -> Target:
-    """The labels of a batch, one image after the other."""
-    probs = [target.probs for target in targets if target.probs is not None]
-    return Target(
-        torch.cat([target.labels for target in targets]),
-        torch.cat([target.boxes for target in targets]),
-        torch.cat(probs) if probs else None,
-    )
-
-
-def _split(together: Target, sizes: list[int]) -> list[Target]:
-    """The labels of each image, of which there are `sizes`, one image after the other."""
-    probs = [None] * len(sizes) if together.probs is None else together.probs.split(sizes)
-    return [
-        Target(*parts)
-        for parts in zip(
-            together.labels.split(sizes), together.boxes.split(sizes), probs, strict=True
-        )
-    ]

@@ -5,8 +5,10 @@ Shape shorthand: L decoder layers, B images, Q queries, K classes (labels), T ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,14 +37,35 @@ class Target:
     `probs` holds the class distribution p_i of Eq. 1: a one-hot row for ground truth, the teacher's
     distribution for a soft pseudo-label. None means that every row is one-hot at `labels`. For a
     sigmoid head it has K columns; for a softmax head K + 1, the last being no-object.
+
+    `pseudo` tells pseudo-labels from ground truth; None means that all labels are ground truth.
+
+    Every tensor has a row for each label; `target[rows]`, `split` and `cat` treat them alike.
     """
 
     labels: Tensor  # (T,) int64
     boxes: Tensor  # (T, 4) cxcywh in [0, 1] of the unpadded image
     probs: Tensor | None = None  # (T, K) or (T, K + 1)
+    pseudo: Tensor | None = None  # (T,) bool
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def __getitem__(self, rows: Tensor | slice) -> Target:
+        """The labels of some rows: indices, a mask or a slice."""
+        return self._each(lambda tensor: tensor[rows])
+
+    def split(self, sizes: Sequence[int]) -> list[Target]:
+        """Divides the labels into targets of these sizes, as `Tensor.split` does."""
+        ends = itertools.accumulate(sizes)
+        return [self[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    @staticmethod
+    def cat(targets: Sequence[Target]) -> Target:
+        """The labels of several targets, one after the other; all have the same optional parts."""
+        parts = zip(*(target._tensors() for target in targets), strict=True)
+        together: list[Any] = [None if part[0] is None else torch.cat(part) for part in parts]
+        return Target(*together)
 
     def distribution(self, width: int) -> Tensor:
         """The class distributions p_i as `width` columns, (T, width) in float32."""
@@ -58,10 +81,14 @@ class Target:
     def to(self, device: torch.device) -> Target:
         """Copies the target to `device`; only from a GPU the host waits for the numbers."""
         free = device.type != "cpu"
-        labels = self.labels.to(device, non_blocking=free)
-        boxes = self.boxes.to(device, non_blocking=free)
-        probs = None if self.probs is None else self.probs.to(device, non_blocking=free)
-        return Target(labels, boxes, probs)
+        return self._each(lambda tensor: tensor.to(device, non_blocking=free))
+
+    def _tensors(self) -> list[Any]:
+        return [getattr(self, field.name) for field in fields(self)]
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> Target:
+        changed: list[Any] = [None if x is None else function(x) for x in self._tensors()]
+        return Target(*changed)
 
 
 @dataclass
