@@ -131,7 +131,7 @@ CHOICES: dict[str, Mapping[str, Any]] = {  # keys whose values are words of a ta
 }
 SECTIONS = {
     "Data": ("DATASETS.", "INPUT.", "DATALOADER."),
-    "Training": ("SOLVER.",),
+    "Training": ("SOLVER.", "FLOAT32_"),
     "Model": ("MODEL.",),
     "Evaluation and run": ("TEST.", "OUTPUT_DIR", "SEED", "LOG_", "VIS_", "REPORT", "CUDNN_"),
     "Set by the trainer": ("STAGE", "LAZY"),

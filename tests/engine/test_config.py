@@ -1,8 +1,10 @@
 """Configs: unknown keys told with the right one, types checked, nothing executed."""
 
 import pytest
+import torch
 
-from cldetr.config import check_keys, identity, load_config, method_of, schedule_of
+from cldetr.config import check_keys, default_config, identity, load_config, method_of, schedule_of
+from cldetr.engine.launch import set_float32_precision
 from cldetr.errors import InputError
 from cldetr.methods.method import Method
 from cldetr.settings import Schedule, StageSchedule, build_settings
@@ -124,3 +126,31 @@ def test_a_schedule_counts_steps_and_milestones_in_epochs():
 def test_a_tuple_may_be_written_as_detectron2_writes_it(config):
     cfg = load_config(config, ["DATASETS.TRAIN", "('a', 'b')", "DATASETS.TEST", "[c]"])
     assert (cfg.DATASETS.TRAIN, cfg.DATASETS.TEST) == (("a", "b"), ("c",))
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "found"),
+    [
+        ("high", "cuda", ("high", True)),
+        ("highest", "cuda:1", ("highest", False)),
+        ("", "cuda", ("highest", True)),
+        ("high", "cpu", ("highest", True)),  # golden losses of a CPU must not depend on it
+    ],
+)
+def test_float32_precision_is_that_of_products_and_convolutions(precision, device, found):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    assert before == ("highest", True)  # PyTorch's own
+    try:
+        set_float32_precision(precision, device)
+        now = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+    assert now == found
+
+
+def test_an_unknown_float32_precision_is_refused():
+    cfg = default_config()
+    cfg.FLOAT32_PRECISION = "tf32"
+    with pytest.raises(InputError, match="FLOAT32_PRECISION takes highest, high, medium"):
+        check_keys(cfg)

@@ -76,6 +76,9 @@ def add_cldetr_config(cfg: CN) -> None:
     solver.ACCUMULATE = 1  # parts in which each process computes its share of a step
     solver.AMP.DTYPE = "bfloat16"  # or "float16", with loss scaling
     solver.CHECKPOINT_PERIOD = 1000
+    # How a GPU multiplies float32 numbers: "high" in TF32, which has 10 bits of mantissa, "highest"
+    # in float32, "medium" in bfloat16 where it can; "" keeps PyTorch's. A CPU uses float32.
+    cfg.FLOAT32_PRECISION = "high"
 
     plain = Augmentation()
     cfg.INPUT.FORMAT = plain.format
@@ -233,6 +236,10 @@ def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
         )
     if cfg.SOLVER.AMP.DTYPE not in ("bfloat16", "float16"):
         problems.append(f"SOLVER.AMP.DTYPE takes bfloat16 or float16, not {cfg.SOLVER.AMP.DTYPE!r}")
+    if cfg.FLOAT32_PRECISION not in ("", "highest", "high", "medium"):
+        problems.append(
+            f'FLOAT32_PRECISION takes highest, high, medium or "", not {cfg.FLOAT32_PRECISION!r}'
+        )
     if problems:
         raise InputError.listing("in the configuration:", problems)
     scenario_settings(cfg), method_of(cfg), schedule_of(cfg)  # each checks its own values

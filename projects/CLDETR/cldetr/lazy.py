@@ -66,6 +66,7 @@ _KEYS = {
     "train.seed": "SEED",
     "train.amp.enabled": "SOLVER.AMP.ENABLED",
     "train.amp.dtype": "SOLVER.AMP.DTYPE",
+    "train.float32_precision": "FLOAT32_PRECISION",
     "train.clip_grad.enabled": "SOLVER.CLIP_GRADIENTS.ENABLED",
     "train.clip_grad.max_norm": "SOLVER.CLIP_GRADIENTS.CLIP_VALUE",
     "train.clip_grad.norm_type": "SOLVER.CLIP_GRADIENTS.NORM_TYPE",

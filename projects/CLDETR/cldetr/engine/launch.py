@@ -65,8 +65,16 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace) -> None:
     # It would print the traceback of what is told in a line, and of the rest a second time.
     logging.getLogger("detectron2.engine.train_loop").setLevel(logging.CRITICAL)
     torch.backends.cudnn.benchmark = cfg.CUDNN_BENCHMARK and not args.eval_only
+    set_float32_precision(cfg.FLOAT32_PRECISION, cfg.MODEL.DEVICE)
     if not torch.cuda.is_available():
         keep_freed_memory()
+
+
+def set_float32_precision(precision: str, device: str) -> None:
+    """Sets how a GPU multiplies float32 numbers, in matrix products and convolutions alike."""
+    if precision and torch.device(device).type == "cuda":  # it would change a CPU's numbers, too
+        torch.set_float32_matmul_precision(precision)
+        torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
 def launch(

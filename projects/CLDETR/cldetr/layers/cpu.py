@@ -31,6 +31,9 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 _MAX_MMAP_THRESHOLD = 32 << 20  # glibc's limit: larger tensors are mapped and unmapped each
 _KEPT = 1 << 30
 
+# Weight and bias of each convolution, its normalization included.
+Folded = dict[Conv2d, tuple[Tensor, Tensor]]
+
 
 def stem_pool(x: Tensor) -> Tensor:
     """Max-pools 3 × 3 cells with stride 2, (N, C, H, W) → (N, C, ⌈H/2⌉, ⌈W/2⌉).
@@ -167,6 +170,7 @@ def _parts(rows: Tensor) -> Iterator[slice]:
 
 def can_fold(backbone: Any) -> bool:
     """Whether a backbone is a ResNet of the standard parts with frozen normalization."""
+    norms = [layer.norm for layer in _convolutions(backbone)]
     return (
         type(backbone) is ResNet
         and type(backbone.stem) is BasicStem
@@ -175,49 +179,79 @@ def can_fold(backbone: Any) -> bool:
             for stage in backbone.stages
             for block in list(stage)
         )
-        and all(
-            isinstance(layer.norm, FrozenBatchNorm2d)
-            for layer in backbone.modules()
-            if isinstance(layer, Conv2d)
-        )
+        and all(isinstance(norm, FrozenBatchNorm2d) for norm in norms)
+        and len({norm.eps for norm in norms}) == 1
     )
 
 
-def folded_features(resnet: ResNet, x: Tensor) -> dict[str, Tensor]:
-    """Computes what `resnet(x)` does, for a ResNet that `can_fold`.
+def fold_norms(resnet: ResNet) -> Folded:
+    """Makes frozen normalization part of the convolutions, of a ResNet that `can_fold`.
 
     A frozen batch normalization is an affine map of each channel. As a layer of its own it costs
     two passes over every feature map forward and one backward; as part of the convolution's weight
-    it costs next to nothing.
+    it costs next to nothing. It is done once for all image sizes of a batch.
     """
+    layers = list(_convolutions(resnet))
+    weights, biases = [layer.weight for layer in layers], [layer.bias for layer in layers]
+    norms = [layer.norm for layer in layers if layer.norm is not None]
+    if norms:
+        # All channels of all layers at once: on a GPU every small operation is a launch.
+        buffers = ("weight", "bias", "running_mean", "running_var")
+        gain, shift, mean, variance = (
+            torch.cat([getattr(norm, name) for norm in norms]) for name in buffers
+        )
+        scale = gain * (variance + norms[0].eps).rsqrt()
+        channels = [norm.num_features for norm in norms]
+        biases = list((shift - mean * scale).split(channels))
+        scales = scale.split(channels)
+        weights = [w * scale.view(-1, 1, 1, 1) for w, scale in zip(weights, scales, strict=True)]
+    device = weights[0].device.type
+    if torch.is_autocast_enabled(device):  # it would convert them again for every image size
+        half = torch.get_autocast_dtype(device)
+        weights, biases = [w.to(half) for w in weights], [b.to(half) for b in biases]
+    return dict(zip(layers, zip(weights, biases, strict=True), strict=True))
+
+
+@torch.no_grad()
+def fold_norms_(resnet: ResNet) -> None:
+    """Folds the norms for good: for a model that is not trained any more, such as a teacher."""
+    for layer, (weight, bias) in fold_norms(resnet).items():
+        layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.bias = nn.Parameter(bias.clone(), requires_grad=False)
+        layer.norm = None
+
+
+def folded_features(resnet: ResNet, folded: Folded, x: Tensor) -> dict[str, Tensor]:
+    """Computes what `resnet(x)` does, with the convolutions of `fold_norms`."""
     if x.device.type == "cpu" and not torch.is_grad_enabled():
         # Faster forward, though slower backward, with oneDNN.
         x = x.contiguous(memory_format=torch.channels_last)
-    x = stem_pool(_conv(resnet.stem.conv1, x).relu_())
+    x = stem_pool(_conv(resnet.stem.conv1, folded, x).relu_())
     outputs = {"stem": x}
     for name, stage in zip(resnet.stage_names, resnet.stages, strict=True):
         for block in stage:
-            x = _block(block, x)
+            x = _block(block, folded, x)
         outputs[name] = x
     return {name: outputs[name] for name in resnet.output_shape()}
 
 
-def _block(block: BottleneckBlock | BasicBlock, x: Tensor) -> Tensor:
-    out = _conv(block.conv1, x).relu_()
-    out = _conv(block.conv2, out)
+def _convolutions(module: nn.Module) -> Iterator[Any]:
+    return (layer for layer in module.modules() if isinstance(layer, Conv2d))
+
+
+def _block(block: BottleneckBlock | BasicBlock, folded: Folded, x: Tensor) -> Tensor:
+    out = _conv(block.conv1, folded, x).relu_()
+    out = _conv(block.conv2, folded, out)
     if isinstance(block, BottleneckBlock):
-        out = _conv(block.conv3, out.relu_())
-    out += x if block.shortcut is None else _conv(block.shortcut, x)
+        out = _conv(block.conv3, folded, out.relu_())
+    out += x if block.shortcut is None else _conv(block.shortcut, folded, x)
     return out.relu_()
 
 
-def _conv(layer: Conv2d, x: Tensor) -> Tensor:
-    norm = layer.norm
-    scale = norm.weight * (norm.running_var + norm.eps).rsqrt()
-    bias = norm.bias - norm.running_mean * scale
-    weight = layer.weight * scale.view(-1, 1, 1, 1)
+def _conv(layer: Conv2d, folded: Folded, x: Tensor) -> Tensor:
+    weight, bias = folded[layer]
     stride = layer.stride
-    if layer.kernel_size == (1, 1) and layer.padding == (0, 0):
+    if x.device.type == "cpu" and layer.kernel_size == (1, 1) and layer.padding == (0, 0):
         # oneDNN's backward of a strided 1 × 1 convolution takes up to three times as long.
         x, stride = x[..., :: stride[0], :: stride[1]], (1, 1)
     return F.conv2d(x, weight, bias, stride, layer.padding, layer.dilation, layer.groups)

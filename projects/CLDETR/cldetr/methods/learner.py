@@ -276,10 +276,9 @@ class Learner(nn.Module):
 
 def freeze(detector: Detector, classes: Sequence[int]) -> Detector:
     """Makes a frozen copy of a detector that knows `classes`: evaluation mode, no gradients."""
-    teacher = copy.deepcopy(detector).eval()
+    teacher = copy.deepcopy(detector)
     teacher.visible_classes = _mask(classes, detector.num_classes).to(detector.device)
-    for parameter in teacher.parameters():
-        parameter.requires_grad_(False)
+    teacher.freeze()
     return teacher
 
 

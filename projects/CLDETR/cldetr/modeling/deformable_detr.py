@@ -92,7 +92,7 @@ class DeformableDETR(Detector):
 
     def predict(self, images: ImageBatch) -> DetrOutput:
         """Predicts logits and boxes with all decoder layers."""
-        levels = self._levels(images, self._extract, self.strides)
+        levels = self._levels(images, self._project, self.strides)
         transformer = self.transformer
         encoded = transformer.encode(levels)
         proposals = None
@@ -128,9 +128,8 @@ class DeformableDETR(Detector):
         """A sigmoid head has no background class."""
         return None
 
-    def _extract(self, tensor: Tensor) -> list[Tensor]:
+    def _project(self, features: list[Tensor]) -> list[Tensor]:
         """Feature maps of all levels, projected to the transformer's width."""
-        features = self._features(tensor)
         maps = [
             project(x) for project, x in zip(self.input_proj, features, strict=False)
         ]  # zip stops at the levels that have a feature of the backbone

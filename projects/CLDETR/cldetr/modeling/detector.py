@@ -8,17 +8,20 @@ Shape shorthand: B images, Q queries, K classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from detectron2.config import CfgNode
+from detectron2.layers import NaiveSyncBatchNorm
 from detectron2.modeling import Backbone, build_backbone, detector_postprocess
 from detectron2.structures import Boxes, Instances
 from torch import Tensor, nn
 
+from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_xyxy_to_cxcywh
-from cldetr.layers.cpu import can_fold, folded_features
+from cldetr.layers.cpu import can_fold, fold_norms, fold_norms_, folded_features
 from cldetr.modeling.classification import Classification
 from cldetr.modeling.criterion import SetCriterion
 from cldetr.modeling.levels import (
@@ -30,6 +33,10 @@ from cldetr.modeling.levels import (
 from cldetr.modeling.matcher import Matcher, Matches
 from cldetr.modeling.structures import DetrOutput, ImageBatch, Target
 
+_SYNC_NORMS = (nn.SyncBatchNorm, NaiveSyncBatchNorm)
+# From the backbone's features to one map per level.
+Projector = Callable[[list[Tensor]], list[Tensor]]
+
 
 class Detector(nn.Module):
     """A detector that predicts a fixed set of Q boxes per image, each with class scores."""
@@ -40,6 +47,7 @@ class Detector(nn.Module):
     num_queries: int  # Q
     # What a weights file may lack: files of detectors that were not trained in phases do.
     optional_keys = ("visible_classes",)
+    _folds = False  # whether the backbone's frozen norms are computed with its convolutions
 
     def __init__(
         self,
@@ -83,6 +91,12 @@ class Detector(nn.Module):
         self.one_class_per_query = one_class_per_query
         self.exact_padding = exact_padding
         self._folds = can_fold(backbone)
+        if exact_padding and any(isinstance(module, _SYNC_NORMS) for module in backbone.modules()):
+            raise InputError(
+                "synchronised batch normalisation (SyncBN) needs as many passes through the "
+                "backbone on every process, and images of different sizes pass one by one: set "
+                "MODEL.DETR.EXACT_PADDING False, or MODEL.RESNETS.NORM FrozenBN or GN"
+            )
         self.register_buffer("pixel_mean", torch.tensor(pixel_mean).view(-1, 1, 1), False)
         self.register_buffer("pixel_std", torch.tensor(pixel_std).view(-1, 1, 1), False)
         # Saved with the weights: whoever loads them predicts the classes that they know.
@@ -228,6 +242,12 @@ class Detector(nn.Module):
             results.append({"instances": detector_postprocess(result, *size)})
         return results
 
+    def freeze(self) -> None:
+        """Prepares a detector that is only asked from now on: evaluation mode, no gradients."""
+        self.eval().requires_grad_(False)
+        if self._folds:
+            fold_norms_(self.backbone)
+
     def _best(self, scores: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The best scores of one image (Q, k), with the indices of their queries and classes."""
         if self.one_class_per_query and scores.shape[1]:
@@ -240,12 +260,27 @@ class Detector(nn.Module):
 
     def _features(self, tensor: Tensor) -> list[Tensor]:
         """The backbone's features of images (B, 3, H, W)."""
-        run = folded_features if self._folds else type(self.backbone).__call__
-        features = run(self.backbone, tensor)
-        return [features[name] for name in self.in_features]
+        return self._extractor()(tensor)
 
-    def _levels(self, images: ImageBatch, extract: Extractor, strides: Sequence[int]) -> Levels:
+    def _extractor(self) -> Extractor:
+        """What computes the backbone's features; it folds frozen norms once for all its calls."""
+        run = self.backbone
+        if self._folds:
+            run = functools.partial(folded_features, run, fold_norms(run))
+
+        def extract(tensor: Tensor) -> list[Tensor]:
+            features = run(tensor)
+            return [features[name] for name in self.in_features]
+
+        return extract
+
+    def _levels(self, images: ImageBatch, project: Projector, strides: Sequence[int]) -> Levels:
         """The feature maps of a batch, each image's the same whatever the others are."""
+        features = self._extractor()
+
+        def extract(tensor: Tensor) -> list[Tensor]:
+            return project(features(tensor))
+
         if self.exact_padding:
             return extract_levels(images, extract, strides, self.backbone.size_divisibility)
         return extract_levels_with_padding(images, extract)

@@ -67,7 +67,7 @@ class DETR(Detector):
 
     def predict(self, images: ImageBatch) -> DetrOutput:
         """Predicts logits and boxes with all decoder layers."""
-        levels = self._levels(images, self._extract, [self.stride])
+        levels = self._levels(images, self._project, [self.stride])
         states = self.transformer(levels, self.query_embed.weight)
         boxes = self.bbox_embed(states).float().sigmoid()
         return DetrOutput(self.class_embed(states), boxes, features=states[-1])
@@ -83,5 +83,5 @@ class DETR(Detector):
     def _probabilities(self, logits: Tensor) -> Tensor:
         return torch.softmax(mask_logits(logits, self.visible_classes), dim=-1)
 
-    def _extract(self, tensor: Tensor) -> list[Tensor]:
-        return [self.input_proj(self._features(tensor)[0])]
+    def _project(self, features: list[Tensor]) -> list[Tensor]:
+        return [self.input_proj(features[0])]
