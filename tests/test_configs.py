@@ -103,9 +103,17 @@ def test_released_is_the_released_command():
     assert (calibrate.epochs, calibrate.drops, calibrate.lr_scale) == (20, (10,), 0.1)
     assert (method.pseudo.select, method.pseudo.k, method.pseudo.soft) == ("pairs", 10, False)
     assert (method.pseudo.iou, method.pseudo.drop_at_iou) == (0.7, True)
+    assert (method.pseudo.any_class, method.pseudo.skip_annotated) == (True, False)
     assert (method.memory.strategy, method.memory.replay) == ("released", False)
     assert (method.unseen, cfg.TEST.RESTRICT_IMAGES) == ("negative", True)
+    assert cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS
     assert not cfg.MODEL.DETR.EXACT_PADDING
+
+
+def test_the_released_branch_of_40_40_labels_with_five_pairs():
+    cfg = compose(["40_40_released"])
+    assert (cfg.SCENARIO.NAME, cfg.SCENARIO.ORDER, cfg.METHOD.PSEUDO.K) == ("40+40", "released", 5)
+    assert (cfg.SOLVER.IMS_PER_BATCH, cfg.TEST.RESTRICT_IMAGES) == (8, True)
 
 
 def test_several_phases_are_there_in_both_readings():

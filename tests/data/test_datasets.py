@@ -30,6 +30,7 @@ from cldetr.data.datasets import (
     READERS,
     read_dataset,
     register_exemplars,
+    register_replay,
     register_views,
     unregister_views,
     view_name,
@@ -481,3 +482,26 @@ def test_detectron2s_test_loader_takes_a_registered_view(pictures):
     batches = list(loader)
     assert [batch[0]["image_id"] for batch in batches] == [1, 2, 3, 4, 5, 6]
     assert batches[3][0]["image"].shape == (3, 80, 100)
+
+
+def test_images_without_any_annotation_can_be_skipped_in_training(tmp_path):
+    content = random_coco(0, images=60)
+    bare = {image["id"] for image in content["images"][::5]}
+    content["annotations"] = [x for x in content["annotations"] if x["image_id"] not in bare]
+    data = load_coco(write(tmp_path / "a.json", content), tmp_path / "images")
+    annotated = {x["image_id"] for x in content["annotations"]}
+    scenario = make_scenario("5+3", data, order="released")
+    register_views(scenario, {BASE: data}, {BASE: data}, "all")
+    register_views(scenario, {BASE: data}, {BASE: data}, "some", skip_empty=True)
+    memory = {1: scenario.phases[0].image_ids[:3]}
+    register_replay(scenario, {BASE: data}, "some", 2, memory, skip_empty=True)
+
+    def images(name):
+        return {x["image_id"] for x in DatasetCatalog.get(f"cldetr/{name}")}
+
+    for phase in scenario.phases:
+        assert images(f"all/phase{phase.index}") == set(phase.image_ids)
+        # An image with objects of the other phase alone stays.
+        assert images(f"some/phase{phase.index}") == set(phase.image_ids) & annotated
+        assert images(f"some/test{phase.index}") == set(data.image_ids.tolist())
+    assert images("some/replay2") == set(scenario.phases[1].image_ids) & annotated | set(memory[1])

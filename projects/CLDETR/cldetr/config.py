@@ -97,7 +97,7 @@ def add_cldetr_config(cfg: CN) -> None:
 
     cfg.DATALOADER.NUM_WORKERS = 2
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = False  # samples are addressed by position
-    cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # the paper keeps images without labels
+    cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # skip images without any annotation
     cfg.OUTPUT_DIR = "output"
     cfg.SEED = 0
     cfg.VIS_PERIOD = 1000  # steps between pictures of a stage in TensorBoard; 0: none
@@ -142,10 +142,6 @@ _UNUSED = {
     "DATALOADER.REPEAT_THRESHOLD": (_LOADER, "build_train_loader"),
     "DATALOADER.REPEAT_SQRT": (_LOADER, "build_train_loader"),
     "DATALOADER.RANDOM_SUBSET_RATIO": (_LOADER, "build_train_loader"),
-    "DATALOADER.FILTER_EMPTY_ANNOTATIONS": (
-        "images without annotations belong to a phase (Sec. 3.1); remove them from the data set",
-        "build_train_loader",
-    ),
     "DATASETS.PROPOSAL_FILES_TRAIN": (_PROPOSALS, None),
     "DATASETS.PRECOMPUTED_PROPOSAL_TOPK_TRAIN": (_PROPOSALS, None),
     "DATASETS.PROPOSAL_FILES_TEST": (_PROPOSALS, None),

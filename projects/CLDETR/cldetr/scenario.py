@@ -148,8 +148,9 @@ def make_scenario(
 
     The order `released` is what the authors' code does: both shuffles from seed 123 whatever seeds
     are given, and a phase of B of A+B classes gets ⌊images · B / (A+B)⌋, so that the last images of
-    the shuffle may be lost (one of COCO's). That code further skips images without any annotation
-    at all when it trains, and has two phases; here such images stay and more phases are cut alike.
+    the shuffle may be lost (one of COCO's). That code has two phases; here more are cut alike. It
+    trains without the images that have no annotation of any class, as
+    DATALOADER.FILTER_EMPTY_ANNOTATIONS does.
 
     Args:
         phases: sizes as people say them ("70+10", "40+20x2", "15+1+1"), or the category names (or

@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
 from detectron2.utils.file_io import PathManager
 from torch.utils.data import Dataset
@@ -107,6 +108,7 @@ def register_views(
     train: Mapping[str, CocoData],
     test: Mapping[str, CocoData],
     prefix: str,
+    skip_empty: bool = False,
 ) -> list[str]:
     """Registers the views of a scenario, all but exemplars, and returns their names.
 
@@ -117,6 +119,7 @@ def register_views(
         train: the training data sets by source.
         test: the test data sets by source; their categories are matched by name.
         prefix: tells runs apart.
+        skip_empty: train without the images that have no annotation of any class.
     """
     names = []
     for phase in scenario.phases:
@@ -126,6 +129,8 @@ def register_views(
             ("revealed", (scenario.revealed(phase.index),)),
         ):
             names.append(view_name(prefix, kind, phase.index))
+            if skip_empty:
+                subsets = tuple(_with_annotations(x, train[x.source]) for x in subsets)
             _register(names[-1], scenario, subsets, train)
     whole = tuple(
         evaluation_subset(data, source, scenario.categories) for source, data in test.items()
@@ -183,6 +188,7 @@ def register_replay(
     phase: int,
     image_ids: Mapping[int, Sequence[int]],
     reveal: bool = False,
+    skip_empty: bool = False,
 ) -> str:
     """Registers D_i ∪ E_1:i−1 and returns its name.
 
@@ -193,8 +199,11 @@ def register_replay(
         phase: i.
         image_ids: phase index → image ids of its exemplars.
         reveal: D_i with all classes seen so far, as the KD-oracle sees it.
+        skip_empty: as in `register_views`.
     """
     own = scenario.revealed(phase) if reveal else scenario.phase(phase).subset()
+    if skip_empty:
+        own = _with_annotations(own, train[own.source])
     name = view_name(prefix, "replay", phase)
     _register(name, scenario, (own, *scenario.exemplars(image_ids)), train)
     return name
@@ -213,6 +222,12 @@ def register_dataset(name: str, dataset: Dataset, like: str) -> None:
 def dataset_digest(names: Sequence[str]) -> str:
     """A digest of the images, annotation files and labels of registered views."""
     return sha256_json([MetadataCatalog.get(name).digest for name in names])
+
+
+def _with_annotations(subset: AnnotatedSubset, data: CocoData) -> AnnotatedSubset:
+    """The subset without images that have no annotation of any class, whichever it may see."""
+    annotated = set(data.image_ids[np.diff(data.starts) > 0].tolist())
+    return replace(subset, image_ids=tuple(x for x in subset.image_ids if x in annotated))
 
 
 def _file_metadata(scenario: Scenario, subset: AnnotatedSubset, data: CocoData) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from cldetr.data.manifest import check_same, load_manifest, save_manifest
 from cldetr.data.mapper import Augmentation
 from cldetr.data.memory import ExemplarMemory, PhaseExemplars, phase_counts
 from cldetr.data.scan import scan_images
+from cldetr.data.views import View
 from cldetr.engine.features import object_features
 from cldetr.errors import InputError
 from cldetr.files import write_json
@@ -59,7 +60,8 @@ class RunData:
             self.test = self._read("TEST", trim=False)
         self.scenario = self._scenario()
         unregister_views(self.prefix)
-        register_views(self.scenario, self.train, self.test, self.prefix)
+        self.skip_empty = bool(cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS)
+        register_views(self.scenario, self.train, self.test, self.prefix, self.skip_empty)
 
     def name(self, kind: str, phase: int, suffix: str = "") -> str:
         """The registered name of one of the run's data sets (`cldetr.data.datasets`)."""
@@ -79,7 +81,9 @@ class RunData:
     def register_replay(self, phase: int, before: Path, reveal: bool) -> str:
         """Registers D_i ∪ E_1:i−1, the memory in the folder `before`; returns the name."""
         chosen = self.load_memory(before).image_ids
-        return register_replay(self.scenario, self.train, self.prefix, phase, chosen, reveal)
+        return register_replay(
+            self.scenario, self.train, self.prefix, phase, chosen, reveal, self.skip_empty
+        )
 
     def register_predicted(self, phase: int, stage: str, view: Dataset, like: str) -> str:
         """Registers a stage's images with the teacher's predictions; returns the name."""
@@ -118,8 +122,9 @@ class RunData:
             before: the folder of the selection before, None in the first phase.
             detector: as it is after the training step.
         """
-        entries = DatasetCatalog.get(self.name("phase", phase))
         classes = self.scenario.phase(phase).classes
+        subset = self.scenario.phase(phase).subset()
+        entries = View(self.scenario.categories, (subset,), self.train)  # every image of D_i
         counts = phase_counts(self.scenario, phase, self.train[self.scenario.phase(phase).source])
         features = None
         strategy = find_strategy(rule.strategy)

@@ -128,6 +128,8 @@ def training_learner(
     mask = method.unseen == "mask"
     if phase == 1 or not method.needs_teacher:
         return Learner(detector, seen=seen, mask_unseen=mask)
+    if method.pseudo is not None and method.pseudo.any_class:
+        old = tuple(range(len(scenario.categories)))
     return Learner(
         detector,
         seen=seen,

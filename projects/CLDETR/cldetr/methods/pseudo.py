@@ -36,6 +36,8 @@ class PseudoRule:
         drop_at_iou: drop at IoU exactly λ too, as the released code does.
         skip_annotated: no label of a class whose objects are all annotated on the image anyway,
             as those of an exemplar's own phase are; the paper's DKD does not ask.
+        any_class: label with any class of the head, also with one that the old model has not
+            learnt, as the released code does; else with old classes only.
         soft: label with the teacher's class distribution; else with its best class.
         cache: ask the teacher once per image, before the stage and at test size, and carry its
             predictions through the augmentation; else ask it in every step about the augmented
@@ -50,6 +52,7 @@ class PseudoRule:
     iou: float = 0.7
     drop_at_iou: bool = False
     skip_annotated: bool = False
+    any_class: bool = False
     soft: bool = True
     cache: bool = False
 
