@@ -95,7 +95,13 @@ WAITS = {
 }
 
 
-def test_a_step_with_a_live_teacher_waits_where_it_must(tiny_config, tmp_path, monkeypatch):
+MATCHER = ["METHOD.MATCHER.ENABLED", "True", "METHOD.MATCHER.NEW_IOU", "0.1"]
+
+
+@pytest.mark.parametrize("overrides", [[], MATCHER], ids=["cldetr", "quality matcher"])
+def test_a_step_with_a_live_teacher_waits_where_it_must(
+    overrides, tiny_config, tmp_path, monkeypatch
+):
     steps = []
     run_step = StageTrainer.run_step
 
@@ -106,7 +112,7 @@ def test_a_step_with_a_live_teacher_waits_where_it_must(tiny_config, tmp_path, m
 
     monkeypatch.setattr(StageTrainer, "run_step", counted)
     with fake_cuda(monkeypatch) as waits:
-        train(config(tiny_config, tmp_path, "LOG_PERIOD", "1000"))
+        train(config(tiny_config, tmp_path, "LOG_PERIOD", "1000", *overrides))
     found = Counter()
     for (what, where), count in steps[4].items():  # the last step of phase 2's training
         found[what, where.partition(":")[0]] += count

@@ -43,6 +43,7 @@ VARIANTS = {
         *("SOLVER.CLIP_GRADIENTS.FULL_MODEL", "False"),
         *("SOLVER.LR_SCHEDULER_NAME", "WarmupCosineLR"),
         *("METHOD.CALIBRATE.COMPLETE.ENABLED", "True", "METHOD.PSEUDO.SELECT", "curriculum"),
+        *("METHOD.MATCHER.ENABLED", "True", "METHOD.MATCHER.RAMP", "0.5"),
     ),
     "ERD": (*PLAIN, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "erd"),
     "LwF": (*PLAIN, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "lwf"),

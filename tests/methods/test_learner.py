@@ -6,10 +6,12 @@ import pytest
 import torch
 from detectron2.structures import Boxes, Instances
 
+from cldetr.engine.stages import calibration_learner, training_learner
 from cldetr.errors import InputError
 from cldetr.methods.distill import DistillRule
 from cldetr.methods.learner import Learner, freeze
-from cldetr.methods.method import Method
+from cldetr.methods.matching import MatcherRule
+from cldetr.methods.method import CalibrationRule, MemoryRule, Method
 from cldetr.methods.pseudo import PseudoRule
 from cldetr.modeling.classification import SigmoidFocal, SoftmaxCE
 from cldetr.modeling.criterion import SetCriterion
@@ -20,6 +22,7 @@ from cldetr.modeling.detr_transformer import DetrTransformer
 from cldetr.modeling.matcher import Matcher
 from cldetr.modeling.small_resnet import make_small_resnet
 from cldetr.modeling.structures import Target
+from cldetr.scenario import Phase, Scenario
 
 CLASSES = 5
 
@@ -88,6 +91,25 @@ def test_the_loss_is_that_of_merged_labels_worked_out_apart(detector):
     added = torch.cat([target.labels for target in targets])[1:]  # the first image has one truth
     assert learner.pseudo_counts.tolist() == torch.bincount(added, minlength=CLASSES).tolist()
     assert learner.pseudo_images == 2
+
+
+def test_floors_of_the_matcher_reach_the_loss_from_the_second_phase_on(detector):
+    """A floor of 1 leaves every label unmatched: no box loss; the first phase has no floor."""
+    phases = (Phase(1, (0, 1, 2), ()), Phase(2, (3, 4), ()))
+    scenario = Scenario("3+2", "strict", (), phases, "id", None, None, ())
+    method = Method(
+        pseudo=PseudoRule(foreground=0.0),
+        matcher=MatcherRule(1.0, 1.0),
+        memory=MemoryRule(),
+        calibrate=CalibrationRule(complete=PseudoRule(foreground=0.0, skip_annotated=True)),
+    )
+    first = training_learner(detector, method, scenario, 1, detector)
+    second = training_learner(detector, method, scenario, 2, detector)
+    calibration = calibration_learner(detector, method, scenario, 2)
+    assert first(batch())["loss_bbox"] > 0
+    assert second(batch())["loss_bbox"] == 0
+    assert calibration(batch())["loss_bbox"] == 0
+    assert second(batch())["loss_cls"] > 0
 
 
 def test_the_teacher_is_no_part_of_the_module_and_never_changes(detector):

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from detectron2.utils import comm
+from detectron2.utils.events import EventStorage
 
 from cldetr.modeling.classification import SigmoidFocal, SoftmaxCE
 from cldetr.modeling.criterion import SetCriterion
@@ -227,3 +228,35 @@ def test_losses_are_divided_by_the_mean_number_of_boxes_per_process(
     assert criterion().normaliser([target], torch.device("cpu")).item() == normaliser
     for name, loss in criterion()(output, [target]).items():
         torch.testing.assert_close(loss, alone[name] * 3 / normaliser)
+
+
+@pytest.mark.parametrize("kind", [SigmoidFocal(), SoftmaxCE()], ids=["sigmoid", "softmax"])
+def test_a_label_that_nothing_overlaps_enough_teaches_background(kind):
+    """Its query learns what it would without the label; the normaliser still counts the label."""
+    torch.manual_seed(5)
+    output = DetrOutput(torch.randn(2, 1, 4, 3), torch.rand(2, 1, 4, 4) * 0.2 + 0.1)
+    near = output.boxes[-1, 0, :1]
+    far = torch.tensor([[0.9, 0.9, 0.1, 0.1]])
+    both = Target(torch.tensor([0, 1]), torch.cat([near, far]))
+    both.min_iou = torch.tensor([0.0, 0.3])
+    one = Target(torch.tensor([0]), near)
+    losses, wanted = (criterion(kind)(output, [target]) for target in (both, one))
+    for name, loss in losses.items():
+        shared = isinstance(kind, SoftmaxCE) and "cls" in name  # divides by weights, not by boxes
+        torch.testing.assert_close(loss, wanted[name] / (1 if shared else 2))
+
+
+def test_the_shares_of_matched_labels_are_logged_by_layer():
+    torch.manual_seed(5)
+    output = DetrOutput(torch.randn(2, 1, 4, 3), torch.rand(2, 1, 4, 4) * 0.2 + 0.1)
+    target = Target(torch.tensor([0, 1]), torch.cat([output.boxes[-1, 0, :1], torch.ones(1, 4)]))
+    target.pseudo, target.min_iou = torch.tensor([True, False]), torch.tensor([0.95, 0.5])
+    with EventStorage() as storage:
+        criterion()(output, [target])
+    logged = {name: value for name, (value, _) in storage.latest().items()}
+    assert logged == {
+        "matched/new_0": 0.0,
+        "matched/new": 0.0,
+        "matched/pseudo_0": 0.0,
+        "matched/pseudo": 1.0,
+    }

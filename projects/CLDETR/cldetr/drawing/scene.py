@@ -79,9 +79,10 @@ def examine_image(
             dropped = pseudo[~kept]
         merged, _ = merge(truth, clear, limit=output.logits.shape[2])
         mask = learner.seen if learner.mask_unseen else None
-        matches = detector.match(output, [merged], mask)
-        links, order = matches.labels[0].sort()
-        queries = matches.queries[0, order]
+        matches = detector.match(output, learner.prepare_matching([merged]), mask)
+        queries, links = matches.pairs(layer=0)
+        links, order = links.sort()
+        queries = queries[order]
         scores, labels = detector.scores(output.logits[0, 0, queries]).max(dim=-1)
         matched = Target(labels, output.boxes[0, 0, queries])
     finally:

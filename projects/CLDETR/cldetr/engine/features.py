@@ -40,8 +40,9 @@ def object_features(
         last = DetrOutput(output.logits[-1:], output.boxes[-1:])
         matches = detector.match(last, [target])
         assert output.features is not None
-        features.append(output.features[0, matches.queries[0]].float().cpu().numpy())
-        matched = target.labels[matches.labels[0]].tolist()
+        queries, rows = matches.pairs(layer=0)
+        features.append(output.features[0, queries].float().cpu().numpy())
+        matched = target.labels[rows].tolist()
         labels += [index_of[label] for label in matched]
         images += [index] * len(matched)
     detector.train(was_training)

@@ -126,8 +126,9 @@ def training_learner(
     """
     seen, old = scenario.seen(phase), scenario.old(phase)
     mask = method.unseen == "mask"
+    matcher = None if phase == 1 else method.matcher
     if phase == 1 or not method.needs_teacher:
-        return Learner(detector, seen=seen, mask_unseen=mask)
+        return Learner(detector, seen=seen, matcher=matcher, mask_unseen=mask)
     if method.pseudo is not None and method.pseudo.any_class:
         old = tuple(range(len(scenario.categories)))
     return Learner(
@@ -137,6 +138,7 @@ def training_learner(
         teacher_classes=old,
         rule=method.pseudo,
         distill=method.distill,
+        matcher=matcher,
         mask_unseen=mask,
     )
 
@@ -156,12 +158,13 @@ def calibration_learner(
     mask = method.unseen == "mask"
     rule = None if method.calibrate is None else method.calibrate.complete
     if rule is None:
-        return Learner(detector, seen=seen, mask_unseen=mask)
+        return Learner(detector, seen=seen, matcher=method.matcher, mask_unseen=mask)
     return Learner(
         detector,
         seen=seen,
         teacher=freeze(detector, seen),
         teacher_classes=seen,
         rule=rule,
+        matcher=method.matcher,
         mask_unseen=mask,
     )

@@ -46,11 +46,16 @@ def paired_giou(boxes1: Tensor, boxes2: Tensor) -> Tensor:
     Returns:
         (…), in [-1, 1].
     """
+    return paired_overlap(boxes1, boxes2)[1]
+
+
+def paired_overlap(boxes1: Tensor, boxes2: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes IoU and generalised IoU of boxes in corner form, one to one, with broadcasting."""
     iou, union = _iou(boxes1, boxes2)
     low = torch.minimum(boxes1[..., :2], boxes2[..., :2])
     high = torch.maximum(boxes1[..., 2:], boxes2[..., 2:])
     hull = _area(low, high).clamp(min=_LEAST_AREA)
-    return iou - (hull - union) / hull
+    return iou, iou - (hull - union) / hull
 
 
 def _iou(boxes1: Tensor, boxes2: Tensor) -> tuple[Tensor, Tensor]:

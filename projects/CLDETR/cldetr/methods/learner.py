@@ -18,6 +18,7 @@ from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_xyxy_to_cxcywh
 from cldetr.layers.ragged import pad_rows, row_indices
 from cldetr.methods.distill import LOSSES, DistillRule, StudentTeacherOutputs
+from cldetr.methods.matching import MatcherRule, set_min_iou
 from cldetr.methods.pseudo import (
     MergeCounts,
     Predictions,
@@ -46,6 +47,7 @@ class Learner(nn.Module):
         teacher_classes: Sequence[int] = (),
         rule: PseudoRule | None = None,
         distill: DistillRule | None = None,
+        matcher: MatcherRule | None = None,
         mask_unseen: bool = True,
     ) -> None:
         """Sets up one stage.
@@ -59,12 +61,14 @@ class Learner(nn.Module):
             rule: how its predictions become pseudo-labels; None for none. Without a teacher, the
                 inputs bring its predictions with them (`teacher_candidates` made them).
             distill: the loss that compares its predictions query by query; None for none.
+            matcher: the least IoUs at which predictions and labels are matched; None for none.
             mask_unseen: exclude the head's rows of unseen classes from the loss.
         """
         super().__init__()
         self.detector = detector
         self.rule = rule
         self.distill = distill
+        self.matcher = matcher
         self.progress = 0.0  # of the stage, in [0, 1]; the trainer moves it
         self.pseudo_images = 0  # images labelled so far, and those without any pseudo-label
         self.pseudo_empty = 0
@@ -121,6 +125,7 @@ class Learner(nn.Module):
         sound = teacher_output is None or is_finite(teacher_output)
         if self.rule is not None and sound:
             targets = self._merge(teacher_output, targets, batched_inputs)
+        targets = self.prepare_matching(targets)
         mask = self._seen if self.mask_unseen else None
         losses, output = self.detector.losses(images, targets, class_mask=mask)
         if not sound:  # the trainer skips the step, on all processes together
@@ -174,6 +179,12 @@ class Learner(nn.Module):
         if teacher_output is None:
             return self._stored_pseudo_labels(batched_inputs, usable)
         return make_pseudo_labels(*self._read(teacher_output), usable, self.rule, self.progress)
+
+    def prepare_matching(self, targets: list[Target]) -> list[Target]:
+        """Adds to merged labels what this stage's matcher asks of predictions."""
+        if self.matcher is None:
+            return targets
+        return set_min_iou(targets, self.matcher, self.progress)
 
     @torch.no_grad()
     def _merge(

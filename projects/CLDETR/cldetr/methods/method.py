@@ -7,6 +7,7 @@ from typing import Literal
 
 from cldetr.errors import InputError
 from cldetr.methods.distill import DistillRule
+from cldetr.methods.matching import MatcherRule
 from cldetr.methods.pseudo import PseudoRule
 
 
@@ -58,6 +59,7 @@ class Method:
         name: what tables call it.
         pseudo: labels from the old model (DKD), or None.
         distill: a loss against the old model's predictions, query by query (LwF, ERD), or None.
+        matcher: least IoUs of matched predictions and labels, or None: the Hungarian matcher.
         memory: exemplars, or None.
         calibrate: the calibration step, or None. It needs a memory.
         unseen: classes of later phases have rows in the head from the start. "mask" leaves those
@@ -71,6 +73,7 @@ class Method:
     name: str = "finetune"
     pseudo: PseudoRule | None = None
     distill: DistillRule | None = None
+    matcher: MatcherRule | None = None
     memory: MemoryRule | None = None
     calibrate: CalibrationRule | None = None
     unseen: Literal["mask", "negative"] = "mask"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed
 from detectron2.utils import comm
+from detectron2.utils.events import get_event_storage, has_event_storage
 from torch import Tensor, nn
 
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, paired_giou
@@ -97,6 +98,7 @@ class SetCriterion(nn.Module):
         suffixes: Sequence[str],
     ) -> dict[str, Tensor]:
         matches = self.matcher(output, targets, class_mask)
+        _log_shares(matches, suffixes)
         logits = output.logits.float()
         labels = self._label_map(logits, targets, matches)
         class_loss = self.classification.loss(logits, labels, num_boxes, class_mask)
@@ -111,9 +113,13 @@ class SetCriterion(nn.Module):
     def _label_map(self, logits: Tensor, targets: Sequence[Target], matches: Matches) -> Tensor:
         """The label distribution of every query, y padded with background, (L, B, Q, C)."""
         rows = torch.cat([target.distribution(logits.shape[-1]) for target in targets])  # (N, C)
-        labels = self.classification.background(logits).expand(logits.shape).clone()
+        background = self.classification.background(logits)
+        labels = background.expand(logits.shape).clone()
         layers = torch.arange(len(logits), device=logits.device)[:, None]
-        labels[layers, matches.images, matches.queries] = rows[matches.labels]
+        wanted = rows[matches.labels]
+        if matches.kept is not None:
+            wanted = torch.where(matches.kept[..., None], wanted, background)
+        labels[layers, matches.images, matches.queries] = wanted
         return labels
 
 
@@ -128,6 +134,19 @@ def _box_losses(
     layers = torch.arange(len(boxes), device=boxes.device)[:, None]
     predicted = boxes[layers, matches.images, matches.queries]  # (L, P, 4)
     wanted = torch.cat([target.boxes for target in targets]).float()[matches.labels]
-    distance = (predicted - wanted).abs().flatten(1).sum(1)
-    giou = paired_giou(box_cxcywh_to_xyxy(predicted), box_cxcywh_to_xyxy(wanted))
-    return distance / num_boxes, (1 - giou).sum(1) / num_boxes
+    distance = (predicted - wanted).abs()  # (L, P, 4)
+    distinct = 1 - paired_giou(box_cxcywh_to_xyxy(predicted), box_cxcywh_to_xyxy(wanted))
+    if matches.kept is not None:
+        distance, distinct = distance * matches.kept[..., None], distinct * matches.kept
+    return distance.flatten(1).sum(1) / num_boxes, distinct.sum(1) / num_boxes
+
+
+def _log_shares(matches: Matches, suffixes: Sequence[str]) -> None:
+    """Logs which share of the labels each layer matches, where labels ask for a least IoU."""
+    if matches.shares is None or not has_event_storage():
+        return
+    kinds = {"new": matches.shares.truth, "pseudo": matches.shares.pseudo}
+    for kind, shares in kinds.items():
+        if shares is not None:
+            for suffix, share in zip(suffixes, shares.tolist(), strict=True):
+                get_event_storage().put_scalar(f"matched/{kind}{suffix}", share)

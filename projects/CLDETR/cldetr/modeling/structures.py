@@ -39,6 +39,8 @@ class Target:
     sigmoid head it has K columns; for a softmax head K + 1, the last being no-object.
 
     `pseudo` tells pseudo-labels from ground truth; None means that all labels are ground truth.
+    `min_iou` is the least IoU at which a prediction may be matched with a label; None means that
+    any prediction may.
 
     Every tensor has a row for each label; `target[rows]`, `split` and `cat` treat them alike.
     """
@@ -47,6 +49,7 @@ class Target:
     boxes: Tensor  # (T, 4) cxcywh in [0, 1] of the unpadded image
     probs: Tensor | None = None  # (T, K) or (T, K + 1)
     pseudo: Tensor | None = None  # (T,) bool
+    min_iou: Tensor | None = None  # (T,) float32
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -32,6 +32,13 @@ _CURVES = {  # logged quantities by panel, with their names in its legend
         "pseudo/truth_per_image": "ground truth",
         "pseudo/per_image": "pseudo-labels",
     },
+    **{
+        f"Share of {kind} that each decoder layer matches": {
+            **{f"matched/{key}_{layer}": str(layer + 1) for layer in range(11)},
+            f"matched/{key}": "last",
+        }
+        for key, kind in (("new", "new labels"), ("pseudo", "pseudo-labels"))
+    },
 }
 _Curve = tuple[str, np.ndarray, np.ndarray]  # name, steps and values
 
