@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
+from torchvision.models import get_weight
 
 from cldetr.engine.checkpoint import load_into, load_state
 from cldetr.errors import InputError
@@ -18,6 +19,7 @@ from cldetr.scenario import Scenario
 
 logger = logging.getLogger(__name__)
 
+_TORCHVISION = "torchvision://"
 _UP_DETR = (
     "get up-detr-pre-training-60ep-imagenet.pth from https://github.com/dddzg/up-detr, then "
     "`cldetr convert up-detr-pre-training-60ep-imagenet.pth {}`"
@@ -42,16 +44,23 @@ def initialise(detector: Detector, weights: str) -> None:
     Args:
         detector: freshly built.
         weights: a file of ours, a converted one, or a backbone in Detectron2's naming (the model
-            zoo's `detectron2://ImageNetPretrained/torchvision/R-50.pkl`). Empty: from scratch.
+            zoo's `detectron2://ImageNetPretrained/torchvision/R-50.pkl`) or, for a backbone of
+            torchvision, in its naming: a file, or `torchvision://` and the name of the weights,
+            such as MobileNet_V3_Large_Weights.IMAGENET1K_V2. Empty: from scratch.
     """
     if not weights:
         return
     check_weights(weights)
     try:
-        path = PathManager.get_local_path(weights)
+        if weights.startswith(_TORCHVISION):
+            state = get_weight(weights.removeprefix(_TORCHVISION)).get_state_dict(check_hash=True)
+        else:
+            state = load_state(PathManager.get_local_path(weights))
+    except InputError:
+        raise
     except Exception as error:
         raise InputError(f"cannot get the weights {weights}: {error}") from error
-    found, own = _tensors(load_state(path), detector), detector.state_dict()
+    found, own = _tensors(state, detector), detector.state_dict()
     if any(key in found and not key.startswith("backbone.") for key in own):
         head = {key: own[key] for key in detector.class_parameters()}
         if not any(key in found for key in head):  # UP-DETR's pre-training

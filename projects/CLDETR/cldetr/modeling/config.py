@@ -60,3 +60,9 @@ def add_model_config(cfg: CfgNode) -> None:
     # build_small_resnet_backbone: channels of res2, res3, res4, res5.
     cfg.MODEL.SMALL_RESNET = CfgNode()
     cfg.MODEL.SMALL_RESNET.CHANNELS = [32, 64, 96, 128]
+
+    # build_torchvision_backbone. IN_FEATURES are stride8, stride16 and so on; MODEL.WEIGHTS takes
+    # torchvision's weight files and names (torchvision://ResNet18_Weights.IMAGENET1K_V1).
+    cfg.MODEL.TORCHVISION = CfgNode()
+    cfg.MODEL.TORCHVISION.NAME = "mobilenet_v3_large"  # a classification network of torchvision
+    cfg.MODEL.TORCHVISION.NORM = "FrozenBN"  # or "BN", to train batch norms from scratch
