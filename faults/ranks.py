@@ -159,7 +159,7 @@ def _sees_older_checkpoint() -> None:
 
     def older(folder: Path) -> Any:
         found = usual(folder)
-        return found and trainer.load_checkpoint(folder, found.step - tiny.PERIOD)
+        return found and trainer.load_checkpoint(folder / f"step_{found.step - tiny.PERIOD:08d}")
 
     trainer.latest_checkpoint = older
 

@@ -118,10 +118,9 @@ def latest_checkpoint(folder: Path) -> Checkpoint | None:
     return None
 
 
-def load_checkpoint(folder: Path, step: int) -> Checkpoint:
-    """Loads the checkpoint that a stage saved after `step` steps."""
-    path = folder / f"step_{step:08d}"
-    return Checkpoint(step, path, load_state(path / _STATE))
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Loads one of the checkpoints that `latest_checkpoint` finds."""
+    return Checkpoint(_step_of(path), path, load_state(path / _STATE))
 
 
 class RunCheckpointer(DetectionCheckpointer):

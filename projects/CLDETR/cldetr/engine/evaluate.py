@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from detectron2.config import CfgNode
-from detectron2.evaluation import verify_results
+from detectron2.evaluation import DatasetEvaluator, inference_on_dataset, verify_results
 from detectron2.utils import comm
+from torch import nn
 
 from cldetr.config import method_of
 from cldetr.engine.checkpoint import load_into, load_state
 from cldetr.engine.ledger import read_identity, read_json
+from cldetr.engine.ranks import beside_rank0, from_rank0
 from cldetr.engine.restore import final_weights
 from cldetr.engine.rundata import RunData
 from cldetr.engine.stages import evaluation_config, see_classes
@@ -47,7 +49,7 @@ def evaluate(cfg: CfgNode, data: RunData, detector: Detector, test: Test) -> dic
         detector: receives the weights.
         test: the trainer's `test`.
     """
-    stored = _own_identity(cfg)
+    stored = from_rank0(lambda: _own_identity(cfg))
     whole_run = bool(stored) and stored["DATASETS.TEST"] != list(cfg.DATASETS.TEST)
     if whole_run:
         results = _evaluate_run(cfg, data, detector, test)
@@ -60,13 +62,28 @@ def evaluate(cfg: CfgNode, data: RunData, detector: Detector, test: Test) -> dic
     return results
 
 
+def run_evaluator(model: nn.Module, loader: Any, evaluator: DatasetEvaluator) -> dict[str, Any]:
+    """Evaluates a model on a loader's images; an empty dictionary on all ranks but the first."""
+    return inference_on_dataset(model, loader, _PatientEvaluator(evaluator)) or {}
+
+
+class _PatientEvaluator(DatasetEvaluator):
+    """An evaluator whose rank 0 may take longer than the timeout for its results."""
+
+    def __init__(self, evaluator: DatasetEvaluator) -> None:
+        self.reset, self.process = evaluator.reset, evaluator.process
+        self.evaluate = lambda: beside_rank0(evaluator.evaluate)
+
+
 def write_summary(cfg: CfgNode, scenario: Scenario) -> dict[str, Any]:
     """Writes and logs the table of all phases of a finished run; returns it."""
     root = Path(cfg.OUTPUT_DIR)
-    phases = [
-        read_json(root / f"phase{phase.index}" / "evaluate" / "metrics.json")
-        for phase in scenario.phases
-    ]
+    phases = from_rank0(
+        lambda: [
+            read_json(root / f"phase{phase.index}" / "evaluate" / "metrics.json")
+            for phase in scenario.phases
+        ]
+    )
     joint = cfg.TEST.JOINT_RESULTS
     results = summarise(
         phases,
@@ -91,13 +108,19 @@ def _evaluate_weights(
     that the file says it has seen, all of them where it does not say.
     """
     phases = len(data.scenario.phases)
-    path = "" if own else cfg.MODEL.WEIGHTS
-    for phase in range(phases, 0, -1):
-        path = path or str(final_weights(cfg.OUTPUT_DIR, phase) or "")
-    if not path:
-        raise InputError(
-            f"{cfg.OUTPUT_DIR} holds no finished model: set MODEL.WEIGHTS to the one to evaluate"
-        )
+
+    def choose() -> str:
+        given = "" if own else cfg.MODEL.WEIGHTS
+        newest = (final_weights(cfg.OUTPUT_DIR, phase) for phase in range(phases, 0, -1))
+        path = given or next((str(path) for path in newest if path), "")
+        if not path:
+            raise InputError(
+                f"{cfg.OUTPUT_DIR} holds no finished model: set MODEL.WEIGHTS to the one to "
+                "evaluate"
+            )
+        return path
+
+    path = from_rank0(choose)
     state = load_state(path)
     phase = int(state.get("cldetr", {}).get("phase", phases))
     if not 1 <= phase <= phases:
@@ -114,10 +137,10 @@ def _evaluate_run(cfg: CfgNode, data: RunData, detector: Detector, test: Test) -
     The run's own results stay; these are in results_<data set>.json and .csv beside them.
     """
     root, scenario = Path(cfg.OUTPUT_DIR), data.scenario
-    data.check(root)
+    from_rank0(lambda: data.check(root))
     entries = []
     for phase in scenario.phases:
-        path = final_weights(root, phase.index)
+        path = from_rank0(lambda index=phase.index: final_weights(root, index))  # type: ignore[misc]
         if path is None:
             raise InputError(f"{root} is not finished: no weights of phase {phase.index}")
         load_into(detector, load_state(path)["model"], str(path))

@@ -15,14 +15,13 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog, get_detection_dataset_dicts
 from detectron2.engine import HookBase
-from detectron2.utils import comm
 from torch import Tensor, nn
 
 from cldetr.data.loader import Entries
 from cldetr.data.mapper import Augmentation, Mapper
 from cldetr.drawing.scene import draw_scene, examine_image
 from cldetr.engine.checkpoint import finite, save_checkpoint
-from cldetr.engine.ranks import Interrupted, StopRequest
+from cldetr.engine.ranks import Interrupted, StopRequest, from_rank0
 from cldetr.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -54,12 +53,12 @@ class CheckpointHook(HookBase):
         """Saves, and exits where that was asked for."""
         trainer = self.trainer
         done = trainer.step + 1
-        signum = self.stop.agreed()
+        signum = self.stop.after_step()
         due = self.period > 0 and done % self.period == 0
         if done < trainer.steps and (signum or due):
-            if comm.is_main_process():
-                save_checkpoint(self.folder, done, training_state(trainer, self.meta))
-            comm.synchronize()
+            from_rank0(
+                lambda: save_checkpoint(self.folder, done, training_state(trainer, self.meta))
+            )
         if signum and done < trainer.steps:
             logger.warning("stopped by signal %d after step %d; --resume goes on", signum, done)
             raise Interrupted(signum)

@@ -16,6 +16,7 @@ without it did not happen; a stage with it never runs again.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
@@ -34,6 +35,8 @@ from cldetr.config import identity
 from cldetr.engine.environment import environment
 from cldetr.errors import InputError
 from cldetr.files import atomic_path, remove_partials, sha256_file, sha256_json, write_json
+
+logger = logging.getLogger(__name__)
 
 STAGES = ("train", "select", "calibrate", "evaluate")
 _LEAST_FREE = 200 << 20  # bytes; a start below this would fail at the first checkpoint
@@ -201,7 +204,14 @@ class Ledger:
         try:
             # A record lock, which loader processes do not inherit: they may outlive a killed run.
             fcntl.lockf(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                logger.warning(
+                    "%s is on a file system without locks (%s): nothing prevents a second run here",
+                    self.root,
+                    error.strerror,
+                )
+                return
             self._lock_file.seek(0)
             owner = self._lock_file.read().strip() or "another process"
             self._lock_file.close()

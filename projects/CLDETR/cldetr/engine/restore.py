@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,9 @@ from cldetr.modeling.detector import Detector
 from cldetr.scenario import Scenario
 from cldetr.settings import leaves
 
+logger = logging.getLogger(__name__)
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 # What the official checkpoints that `cldetr convert` reads were trained with.
 _OFFICIAL = {
     "MODEL.META_ARCHITECTURE": "DeformableDETR",
@@ -84,6 +88,35 @@ def find_device(device: str) -> str:
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def usable_device(device: str) -> str:
+    """The device that a config asks for, or the CPU on a machine without NVIDIA's driver.
+
+    Where there is a driver, a GPU that PyTorch cannot use is an error: a run on the CPU would take
+    weeks instead of hours. GPUs hidden by an empty CUDA_VISIBLE_DEVICES are not meant.
+    """
+    if not device.startswith("cuda") or torch.cuda.is_available():
+        return device
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if _DRIVER.exists() and not hidden:
+        driver = " ".join(_DRIVER.read_text(encoding="utf-8", errors="replace").split()[:8])
+        raise InputError(
+            f"this machine has a GPU driver ({driver}), but torch {torch.__version__} cannot use "
+            f"it: {_cuda_problem()}. Install a build of torch for this driver, or train on the CPU "
+            "with MODEL.DEVICE cpu"
+        )
+    logger.warning("no GPU here: computing on the CPU")
+    return "cpu"
+
+
+def _cuda_problem() -> str:
+    """Why CUDA does not start, in the words of PyTorch."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0].rstrip(". ")
+    return "no device is visible"
 
 
 def config_of_weights(meta: Mapping[str, Any], path: str | os.PathLike[str]) -> CfgNode:

@@ -25,12 +25,13 @@ from cldetr.data.datasets import (
     view_name,
 )
 from cldetr.data.exemplars import Context, find_strategy, phase_budget
-from cldetr.data.manifest import check_same, load_manifest, save_manifest
-from cldetr.data.mapper import Augmentation
+from cldetr.data.herding import ObjectFeatures
+from cldetr.data.manifest import check_same, load_manifest, save_manifest, scenario_hash
 from cldetr.data.memory import ExemplarMemory, PhaseExemplars, phase_counts
 from cldetr.data.scan import scan_images
 from cldetr.data.views import View
 from cldetr.engine.features import object_features
+from cldetr.engine.ranks import from_rank0
 from cldetr.errors import InputError
 from cldetr.files import write_json
 from cldetr.grouping import random_state
@@ -63,6 +64,11 @@ class RunData:
         self.skip_empty = bool(cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS)
         register_views(self.scenario, self.train, self.test, self.prefix, self.skip_empty)
 
+    @property
+    def digest(self) -> str:
+        """The hash of the scenario's manifest."""
+        return scenario_hash(self.scenario)
+
     def name(self, kind: str, phase: int, suffix: str = "") -> str:
         """The registered name of one of the run's data sets (`cldetr.data.datasets`)."""
         return view_name(self.prefix, kind, phase, suffix)
@@ -73,8 +79,7 @@ class RunData:
 
     def load_memory(self, folder: Path) -> ExemplarMemory:
         """Reads E_1:i from the folder of its selection, and registers it."""
-        memory = ExemplarMemory.load(folder)
-        memory.check(self.scenario, self.train)
+        memory = from_rank0(lambda: self._read_memory(folder))
         register_exemplars(self.scenario, self.train, self.prefix, memory.image_ids)
         return memory
 
@@ -111,26 +116,32 @@ class RunData:
             save_manifest(self.scenario, root / "manifest.json")
             write_json(root / "audit.json", audit_scenario(self.scenario, self.train))
 
+    def object_features(
+        self, phase: int, rule: MemoryRule, detector: Detector
+    ) -> ObjectFeatures | None:
+        """Features of a phase's objects, where the strategy of exemplars needs them.
+
+        All ranks compute their share; rank 0 has the result.
+        """
+        if not find_strategy(rule.strategy).needs_features:
+            return None
+        part = self.scenario.phase(phase)
+        view = View(self.scenario.categories, (part.subset(),), self.train)  # every image of D_i
+        return object_features(detector, view, part.classes, self.cfg)
+
     def select_exemplars(
-        self, phase: int, rule: MemoryRule, before: Path | None, detector: Detector
+        self, phase: int, rule: MemoryRule, before: Path | None, features: ObjectFeatures | None
     ) -> ExemplarMemory:
-        """E_1:i from E_1:i−1: chooses the phase's exemplars (Alg. 2).
+        """E_1:i from E_1:i−1: chooses the phase's exemplars (Alg. 2); on rank 0 alone.
 
         Args:
             phase: i.
             rule: how many, and by which strategy.
             before: the folder of the selection before, None in the first phase.
-            detector: as it is after the training step.
+            features: of the phase's objects, where the strategy needs them.
         """
-        classes = self.scenario.phase(phase).classes
-        subset = self.scenario.phase(phase).subset()
-        entries = View(self.scenario.categories, (subset,), self.train)  # every image of D_i
         counts = phase_counts(self.scenario, phase, self.train[self.scenario.phase(phase).source])
-        features = None
         strategy = find_strategy(rule.strategy)
-        if strategy.needs_features:
-            augmentation = Augmentation.from_config(self.cfg)
-            features = object_features(detector, entries, classes, augmentation)
         with tqdm(desc="choosing exemplars", unit="image", leave=False, disable=None) as bar:
             context = Context(self.cfg.SEED, features, progress=bar.update)
             selection = strategy.choose(counts, phase_budget(rule.budget, self.scenario), context)
@@ -147,12 +158,17 @@ class RunData:
             "phase %d select: %d of %d images by %r%s",
             phase,
             len(chosen.image_ids),
-            len(entries),
+            counts.shape[0],
             rule.strategy,
             f", KL {chosen.kl[-1]:.2g}" if chosen.kl and chosen.kl[-1] is not None else "",
         )
         empty = ExemplarMemory.empty(self.scenario)
-        return (self.load_memory(before) if before else empty).add(chosen)
+        return (self._read_memory(before) if before else empty).add(chosen)
+
+    def _read_memory(self, folder: Path) -> ExemplarMemory:
+        memory = ExemplarMemory.load(folder)
+        memory.check(self.scenario, self.train)
+        return memory
 
     def _read(self, part: str, trim: bool) -> dict[str, CocoData]:
         """Reads data sets by source: a single one is the base, several go by their names."""

@@ -299,8 +299,13 @@ def _find_first_phase(out: Path, seed: int, key: str) -> Path | None:
 def _slot(index: int, parallel: int, gpus: int) -> dict[str, str]:
     """Environment variables of one of several runs at a time."""
     if gpus:
-        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")  # what a batch system has allocated
         devices = given.split(",") if given else list(map(str, range(torch.cuda.device_count())))
+        if parallel * gpus > len(devices):
+            raise InputError(
+                f"{parallel} runs at a time with {gpus} GPUs each need {parallel * gpus}, but "
+                f"{len(devices)} are visible here: give fewer GPUs or fewer runs at a time"
+            )
         return {"CUDA_VISIBLE_DEVICES": ",".join(devices[index * gpus : (index + 1) * gpus])}
     if "OMP_NUM_THREADS" in os.environ:
         return {}

@@ -12,16 +12,12 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.data import (
     MetadataCatalog,
-    build_detection_test_loader,
     get_detection_dataset_dicts,
 )
 from detectron2.structures import Instances
 from detectron2.utils import comm
-from tqdm import tqdm
 
 from cldetr.data.datasets import dataset_digest
-from cldetr.data.loader import Entries, MappedDataset
-from cldetr.data.mapper import Augmentation, Mapper
 from cldetr.data.predictions import (
     ImagePredictions,
     PredictedView,
@@ -29,7 +25,8 @@ from cldetr.data.predictions import (
     find_predictions,
     write_predictions,
 )
-from cldetr.engine.ranks import from_rank0
+from cldetr.engine.features import map_images
+from cldetr.engine.ranks import await_file, from_rank0
 from cldetr.methods.learner import Learner
 
 logger = logging.getLogger(__name__)
@@ -55,14 +52,21 @@ def cache_teacher_predictions(
         folder: where the predictions are kept.
         cfg: has the test size, at which the teacher predicts.
         teacher_digest: of the weights that the teacher has.
-        check_stop: called after every image where there is one process; may raise.
+        check_stop: called before every image where there is one process; may raise.
     """
     entries = get_detection_dataset_dicts(names, filter_empty=False)
     about = _describe(learner, names, len(entries), cfg, teacher_digest)
     stored = from_rank0(lambda: find_predictions(folder, about) is not None)
     if not stored:
         begin = time.perf_counter()
-        parts = _predict(learner, entries, cfg, check_stop)
+
+        def examine(batch: list[dict[str, Any]]) -> ImagePredictions:
+            if comm.get_world_size() == 1:
+                check_stop()
+            (kept,) = learner.teacher_candidates(batch)
+            return _to_arrays(kept)
+
+        parts = map_images(examine, entries, cfg, "teacher predictions")
 
         def write() -> None:
             write_predictions(folder, parts, about)
@@ -78,25 +82,8 @@ def cache_teacher_predictions(
     else:
         logger.info("the old model's predictions are taken from %s", folder)
     learner.dismiss_teacher()
+    await_file(folder / "manifest.json")  # the last of the files that are written
     return PredictedView(entries, PredictionStore(folder))
-
-
-def _predict(
-    learner: Learner, entries: Entries, cfg: CfgNode, check_stop: Callable[[], None]
-) -> list[ImagePredictions]:
-    """The predictions on all images, in their order; nothing but on rank 0."""
-    mapped = MappedDataset(entries, Mapper(Augmentation.from_config(cfg), training=False))
-    loader = build_detection_test_loader(
-        mapped, mapper=None, num_workers=cfg.DATALOADER.NUM_WORKERS
-    )
-    bar = {"desc": "teacher predictions", "unit": "image", "leave": False, "disable": None}
-    own = []
-    for batch in tqdm(loader, **bar):
-        own += [_to_arrays(kept) for kept in learner.teacher_candidates(batch)]
-        if comm.get_world_size() == 1:
-            check_stop()
-    shares = comm.gather(own, dst=0)  # each process has a run of neighbours, in order of rank
-    return [part for share in shares for part in share]
 
 
 def _describe(

@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 from detectron2.engine import HookBase, TrainerBase, hooks
-from detectron2.evaluation import DatasetEvaluator, DatasetEvaluators, inference_on_dataset
+from detectron2.evaluation import DatasetEvaluator, DatasetEvaluators
 from detectron2.modeling import build_model
 from detectron2.solver import LRMultiplier, build_lr_scheduler
 from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, JSONWriter, TensorboardXWriter
 from torch import nn
 
-from cldetr.config import check_keys, check_model_keys, method_of, watch_keys
+from cldetr.config import check_keys, check_model_keys, identity, method_of, watch_keys
 from cldetr.data.loader import build_test_loader, build_train_loader
 from cldetr.engine.checkpoint import (
     RunCheckpointer,
@@ -31,12 +31,18 @@ from cldetr.engine.checkpoint import (
     save_state,
 )
 from cldetr.engine.console import StageWriter, memory_mb
-from cldetr.engine.evaluate import evaluate, write_summary
+from cldetr.engine.evaluate import evaluate, run_evaluator, write_summary
 from cldetr.engine.hooks import CheckpointHook, SnapshotHook, finite_weights
 from cldetr.engine.initial_weights import initialise, load_trained_detector
 from cldetr.engine.ledger import Ledger
-from cldetr.engine.ranks import Interrupted, StopRequest, from_rank0
-from cldetr.engine.restore import describe
+from cldetr.engine.ranks import (
+    Interrupted,
+    StopRequest,
+    await_file,
+    from_rank0,
+    same_on_all,
+)
+from cldetr.engine.restore import describe, usable_device
 from cldetr.engine.rundata import RunData
 from cldetr.engine.stages import (
     Stage,
@@ -243,7 +249,7 @@ class IncrementalTrainer(TrainerBase):
         for index, name in enumerate(cfg.DATASETS.TEST):
             evaluator = evaluators[index] if evaluators else cls.build_evaluator(cfg, name)
             loader = cls.build_test_loader(cfg, name)
-            results[name] = inference_on_dataset(model, loader, evaluator) or {}
+            results[name] = run_evaluator(model, loader, evaluator)
         return next(iter(results.values())) if len(results) == 1 else results
 
     # Running.
@@ -267,6 +273,7 @@ class IncrementalTrainer(TrainerBase):
                 self.ledger.close()
                 raise
 
+        same_on_all("settings", {**identity(self.run_cfg), "data": self.data.digest})
         from_rank0(begin)
         if comm.is_main_process():
             self.ledger.start_log()
@@ -354,11 +361,12 @@ class IncrementalTrainer(TrainerBase):
         if rule is None or self._finished(phase, "select"):
             return
         self._stop.check()
+        begin = time.perf_counter()
+        features = self.data.object_features(phase, rule, self.detector)
 
         def select() -> None:
-            begin = time.perf_counter()
             before = self.ledger.folder(phase - 1, "select") if phase > 1 else None
-            memory = self.data.select_exemplars(phase, rule, before, self.detector)
+            memory = self.data.select_exemplars(phase, rule, before, features)
             outputs = memory.save(self.ledger.folder(phase, "select"), self.data.train)
             facts = {"seconds": time.perf_counter() - begin}
             names = [path.name for path in outputs]
@@ -407,7 +415,7 @@ class IncrementalTrainer(TrainerBase):
             learner.to(self.detector.device)
             if learner.rule is not None and learner.rule.cache:
                 stage = self._cache_teacher(stage, learner, folder / "predictions")
-                inputs["predictions"] = sha256_file(folder / "predictions" / "manifest.json")
+                inputs["predictions"] = _digest(folder / "predictions" / "manifest.json")
             self._run_stage(stage, learner, folder)
             facts = {
                 "steps": stage.steps,
@@ -480,7 +488,7 @@ class IncrementalTrainer(TrainerBase):
         step = from_rank0(newest)
         if not step:
             return 0
-        found = load_checkpoint(folder, step)
+        found = load_checkpoint(await_file(folder / f"step_{step:08d}"))
         load_into(self.detector, found.state["model"], str(found.path))
         self.optimizer.load_state_dict(found.state["optimizer"])
         if found.state["scaler"]:
@@ -548,8 +556,8 @@ class IncrementalTrainer(TrainerBase):
         return from_rank0(lambda: self.ledger.finished(phase, stage, inputs) is not None)
 
     def _load(self, path: Path) -> None:
+        self._inputs = {"model": _digest(path)}
         load_into(self.detector, load_state(path)["model"], str(path))
-        self._inputs = {"model": sha256_file(path)}
 
     def _log_failure(self, error: Exception) -> None:
         """Says where a hook, an evaluator or other code of the user's failed, and what to do."""
@@ -563,6 +571,13 @@ class IncrementalTrainer(TrainerBase):
             type(error).__name__,
             str(error).partition("\n")[0],
         )
+
+
+def _digest(path: Path) -> str:
+    """The SHA-256 of a file of rank 0, which every rank must have read."""
+    digest = sha256_file(await_file(path))
+    same_on_all("files", {str(path.name): digest})
+    return digest
 
 
 def _overridden(cls: type[IncrementalTrainer], cfg: CfgNode) -> set[str]:
@@ -585,8 +600,6 @@ def _resolve(cfg: CfgNode, num_classes: int) -> CfgNode:
             "remove the key, it follows from the data"
         )
     own.MODEL.DETR.NUM_CLASSES = num_classes
-    if own.MODEL.DEVICE.startswith("cuda") and not torch.cuda.is_available():
-        logger.info("no GPU here: computing on the CPU")
-        own.MODEL.DEVICE = "cpu"
+    own.MODEL.DEVICE = usable_device(own.MODEL.DEVICE)
     own.freeze()
     return own
