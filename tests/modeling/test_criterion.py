@@ -260,3 +260,32 @@ def test_the_shares_of_matched_labels_are_logged_by_layer():
         "matched/pseudo_0": 0.0,
         "matched/pseudo": 1.0,
     }
+
+
+@pytest.mark.parametrize("kind", [SigmoidFocal(), SoftmaxCE()])
+def test_a_weight_multiplies_the_losses_of_the_query_that_its_label_is_matched_to(kind):
+    torch.manual_seed(0)
+    width = 2 if isinstance(kind, SigmoidFocal) else 3
+    logits = torch.randn(1, 1, 3, width)
+    boxes = torch.tensor([[0.2, 0.2, 0.2, 0.2], [0.8, 0.8, 0.2, 0.2], [0.5, 0.5, 0.9, 0.9]])
+    output = DetrOutput(logits, boxes[None, None])
+    wanted = boxes[:2] + 0.01
+    labels, weights = torch.tensor([0, 1]), torch.tensor([3.0, 1.0])
+    plain = criterion(kind)(output, [Target(labels, wanted)])
+    single = criterion(kind)(output, [Target(labels[:1], wanted[:1])])
+    found = criterion(kind)(output, [Target(labels, wanted, weights=weights)])
+    for name in ("loss_bbox", "loss_giou"):  # twice the first box's loss more, of two boxes
+        torch.testing.assert_close(found[name], plain[name] + 2 * single[name] / 2)
+    # The classes by hand: the rows of the three queries, the first three times.
+    rows = torch.zeros(3, width)
+    rows[0, 0] = rows[1, 1] = 1.0
+    if isinstance(kind, SigmoidFocal):
+        p = logits[0, 0].sigmoid()
+        loss = -torch.where(
+            rows > 0, 0.25 * (1 - p) ** 2 * p.log(), 0.75 * p**2 * (1 - p).log()
+        ).sum(1)
+        expected = (3 * loss[0] + loss[1] + loss[2]) / 2
+    else:
+        loss = -logits[0, 0].log_softmax(1)
+        expected = (3 * loss[0, 0] + loss[1, 1] + 0.1 * loss[2, 2]) / (3 + 1 + 0.1)
+    torch.testing.assert_close(found["loss_cls"], 2 * expected)

@@ -39,6 +39,8 @@ class PseudoRule:
         any_class: label with any class of the head, also with one that the old model has not
             learnt, as the released code does; else with old classes only.
         soft: label with the teacher's class distribution; else with its best class.
+        balance: the weight of labels of new classes grows until those of old classes, which are
+            mostly pseudo-labels, outweigh them by at most this factor. 0: all labels weigh 1.
         cache: ask the teacher once per image, before the stage and at test size, and carry its
             predictions through the augmentation; else ask it in every step about the augmented
             image.
@@ -54,6 +56,7 @@ class PseudoRule:
     skip_annotated: bool = False
     any_class: bool = False
     soft: bool = True
+    balance: float = 0.0
     cache: bool = False
 
     def __post_init__(self) -> None:
@@ -63,6 +66,8 @@ class PseudoRule:
             )
         if self.k < 1:
             raise InputError(f"K, the number of pseudo-labels, must be at least 1, not {self.k}")
+        if self.balance < 0:
+            raise InputError(f"the balance of old and new labels is at least 0, not {self.balance}")
         for name in ("score", "score_start", "foreground", "iou"):
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:

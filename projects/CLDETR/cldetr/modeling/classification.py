@@ -33,9 +33,22 @@ class Classification(Protocol):
         ...
 
     def loss(
-        self, logits: Tensor, labels: Tensor, num_boxes: Tensor, class_mask: Tensor | None
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        num_boxes: Tensor,
+        class_mask: Tensor | None,
+        weights: Tensor | None = None,
     ) -> Tensor:
-        """The loss of each layer, (L,), of logits against label distributions, (L, B, Q, C)."""
+        """The loss of each layer, (L,), of logits against label distributions, (L, B, Q, C).
+
+        Args:
+            logits: predictions of all layers.
+            labels: the label distribution of every query.
+            num_boxes: the normaliser.
+            class_mask: (K,) classes that take part; None: all do.
+            weights: (L, B, Q) factors on the loss of every query; None: all are 1.
+        """
         ...
 
 
@@ -62,7 +75,12 @@ class SigmoidFocal:
         return logits.new_zeros(logits.shape[-1])
 
     def loss(
-        self, logits: Tensor, labels: Tensor, num_boxes: Tensor, class_mask: Tensor | None
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        num_boxes: Tensor,
+        class_mask: Tensor | None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Focal loss summed over images, queries and classes, by the number of boxes.
 
@@ -72,6 +90,8 @@ class SigmoidFocal:
         weight = self.alpha * labels + (1 - self.alpha) * (1 - labels)
         if class_mask is not None:
             weight = weight * class_mask
+        if weights is not None:
+            weight = weight * weights[..., None]
         distance = (labels - logits.sigmoid()).abs() ** self.gamma
         entropy = F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
         return (entropy * distance * weight).flatten(1).sum(1) / num_boxes
@@ -98,12 +118,17 @@ class SoftmaxCE:
         return row
 
     def loss(
-        self, logits: Tensor, labels: Tensor, num_boxes: Tensor, class_mask: Tensor | None
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        num_boxes: Tensor,
+        class_mask: Tensor | None,
+        weights: Tensor | None = None,
     ) -> Tensor:
         """Weighted mean of ⟨−log p̂, p_i⟩ (Eq. 1), no-object weighing `no_object_weight`."""
         weight = torch.ones_like(logits[0, 0, 0])
         weight[-1] = self.no_object_weight
-        weighted = labels * weight
+        weighted = labels * (weight if weights is None else weight * weights[..., None])
         entropy = -(weighted * self.prepare(logits, class_mask))
         return entropy.flatten(1).sum(1) / weighted.flatten(1).sum(1)
 

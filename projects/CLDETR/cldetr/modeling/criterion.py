@@ -101,8 +101,11 @@ class SetCriterion(nn.Module):
         _log_shares(matches, suffixes)
         logits = output.logits.float()
         labels = self._label_map(logits, targets, matches)
-        class_loss = self.classification.loss(logits, labels, num_boxes, class_mask)
-        box_loss, giou_loss = _box_losses(output.boxes.float(), targets, matches, num_boxes)
+        weights = _label_weights(targets, matches)
+        of_queries = None if weights is None else _query_weights(weights, matches, logits)
+        class_loss = self.classification.loss(logits, labels, num_boxes, class_mask, of_queries)
+        boxes = output.boxes.float()
+        box_loss, giou_loss = _box_losses(boxes, targets, matches, num_boxes, weights)
         losses = {}
         for layer, suffix in enumerate(suffixes):
             losses[f"loss_cls{suffix}"] = self.class_weight * class_loss[layer]
@@ -123,8 +126,28 @@ class SetCriterion(nn.Module):
         return labels
 
 
+def _label_weights(targets: Sequence[Target], matches: Matches) -> Tensor | None:
+    """The factors of the matched labels, (L, P); None where no label has one."""
+    weights = [target.weights for target in targets if target.weights is not None]
+    return torch.cat(weights)[matches.labels] if weights else None
+
+
+def _query_weights(weights: Tensor, matches: Matches, logits: Tensor) -> Tensor:
+    """The factor of every query, (L, B, Q): its label's, 1 for background."""
+    if matches.kept is not None:
+        weights = torch.where(matches.kept, weights, 1.0)
+    layers = torch.arange(len(logits), device=logits.device)[:, None]
+    factors = torch.ones_like(logits[..., 0])
+    factors[layers, matches.images, matches.queries] = weights
+    return factors
+
+
 def _box_losses(
-    boxes: Tensor, targets: Sequence[Target], matches: Matches, num_boxes: Tensor
+    boxes: Tensor,
+    targets: Sequence[Target],
+    matches: Matches,
+    num_boxes: Tensor,
+    weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """L_box of each layer: L1 and 1 − GIoU of matched boxes, summed, by the number of boxes.
 
@@ -136,8 +159,9 @@ def _box_losses(
     wanted = torch.cat([target.boxes for target in targets]).float()[matches.labels]
     distance = (predicted - wanted).abs()  # (L, P, 4)
     distinct = 1 - paired_giou(box_cxcywh_to_xyxy(predicted), box_cxcywh_to_xyxy(wanted))
-    if matches.kept is not None:
-        distance, distinct = distance * matches.kept[..., None], distinct * matches.kept
+    for factor in (matches.kept, weights):
+        if factor is not None:
+            distance, distinct = distance * factor[..., None], distinct * factor
     return distance.flatten(1).sum(1) / num_boxes, distinct.sum(1) / num_boxes
 
 

@@ -41,6 +41,7 @@ class Target:
     `pseudo` tells pseudo-labels from ground truth; None means that all labels are ground truth.
     `min_iou` is the least IoU at which a prediction may be matched with a label; None means that
     any prediction may.
+    `weights` are factors on the losses of the queries that the labels are matched to; None: all 1.
 
     Every tensor has a row for each label; `target[rows]`, `split` and `cat` treat them alike.
     """
@@ -50,6 +51,7 @@ class Target:
     probs: Tensor | None = None  # (T, K) or (T, K + 1)
     pseudo: Tensor | None = None  # (T,) bool
     min_iou: Tensor | None = None  # (T,) float32
+    weights: Tensor | None = None  # (T,)
 
     def __len__(self) -> int:
         return len(self.labels)
