@@ -104,6 +104,28 @@ def process_rows(of: str) -> tuple[Row, ...]:
 
 BENCHMARKS = (
     Benchmark(
+        "gpu",
+        "gpu.py",
+        (),
+        ("--only", "launches"),
+        (
+            Row(
+                "GPU: launches in the forward passes of four sizes",
+                last("launches", "four sizes", "forward"),
+                "",
+                3210,
+                True,
+            ),
+            Row(
+                "GPU: host waits of a step",
+                last("launches", "four sizes", "host_waits"),
+                "",
+                10,
+                True,
+            ),
+        ),
+    ),
+    Benchmark(
         "op",
         "op.py",
         ("--repeat", "3"),
@@ -209,7 +231,9 @@ def run(benchmark: Benchmark, quick: bool) -> Lines:
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=ROOT)
     if done.returncode:
         raise SystemExit(f"{benchmark.file} ended with {done.returncode}")
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    lines = done.stdout.splitlines()
+    print(*(line for line in lines if not line.startswith("{")), sep="\n", file=sys.stderr)
+    return [json.loads(line) for line in lines if line.startswith("{")]
 
 
 def read_store() -> dict[str, Lines]:

@@ -82,12 +82,11 @@ class _Everything(TorchDispatchMode):
 def fake_cuda(monkeypatch):
     """Makes device "cuda" usable; yields a counter of (operator, line) that would wait."""
     _waits.clear()
-    torch._C._ensureCUDADeviceGuardSet()
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: None)
     answers = {
         **{"is_available": True, "device_count": 1, "current_device": 0, "synchronize": None},
         **{"is_bf16_supported": True, "get_device_name": "fake", "max_memory_allocated": 0},
-        **{"reset_peak_memory_stats": None},
+        **{"reset_peak_memory_stats": None, "get_device_capability": (8, 0)},
     }
     for name, answer in answers.items():
         monkeypatch.setattr(torch.cuda, name, lambda *given, answer=answer, **named: answer)
@@ -96,16 +95,15 @@ def fake_cuda(monkeypatch):
     monkeypatch.setattr(torch, "inference_mode", torch.no_grad)  # it refuses tensor subclasses
     torch._C._set_only_lift_cpu_tensors(True)
     torch.__future__.set_swap_module_params_on_conversion(True)
-    restore = _report_no_context()
     try:
         with (
+            no_context(),
             torch.autograd.set_multithreading_enabled(False),
             sdpa_kernel(SDPBackend.MATH),
             _Everything(),
         ):
             yield _waits
     finally:
-        restore()
         torch.__future__.set_swap_module_params_on_conversion(False)
         torch._C._set_only_lift_cpu_tensors(False)
 
@@ -212,13 +210,15 @@ def _copy(func, name, args, kwargs):
 _HOOKS = "_ZN2at6detail12getCUDAHooksEv"  # at::detail::getCUDAHooks()
 
 
-def _report_no_context():
-    """Lets autograd believe that device 0 has no context; returns what undoes it.
+@contextlib.contextmanager
+def no_context():
+    """Lets autograd believe that device 0 has no context, so that it works without a GPU.
 
     Autograd asks the CUDA hooks, which throw where there is no GPU. In a copy of their table of
     virtual functions the fifth (ATen/detail/AcceleratorHooksInterface.h), `hasPrimaryContext`,
     answers no.
     """
+    torch._C._ensureCUDADeviceGuardSet()
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib/libtorch_cpu.so"))
     getattr(library, _HOOKS).restype = ctypes.c_void_p
     pointers = ctypes.POINTER(ctypes.c_void_p)
@@ -229,4 +229,7 @@ def _report_no_context():
     answer = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)(lambda *given: False)
     table[2 + 4] = ctypes.cast(answer, ctypes.c_void_p).value
     hooks[0] = ctypes.addressof(table) + 2 * ctypes.sizeof(ctypes.c_void_p)
-    return lambda keep=(table, answer): hooks.__setitem__(0, before)
+    try:
+        yield
+    finally:
+        hooks[0] = before

@@ -33,8 +33,9 @@ MAY_IMPORT = {
     "analysis": ("engine",),
     "report": ("analysis",),
     "doctor": ("engine",),
+    "gpu_check": ("doctor",),
     "train": ("report",),
-    "commands": ("train", "doctor"),
+    "commands": ("train", "gpu_check"),
     "cli": ("commands",),
 }
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import platform
 import textwrap
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -32,6 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="where runs will be written (default: %(default)s)",
     )
+    parser.add_argument(
+        "--gpu",
+        action="store_true",
+        help="check the GPUs instead, in minutes: build the operator, compare it and training "
+        "steps with the CPU, time full-size steps",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
@@ -42,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         warnings.simplefilter("ignore")
         if not args.json:
             print(f"cldetr {__version__} on {platform.system()} {platform.machine()}\n")
-        for finding in examine(args.datasets or default_data_root(), args.output):
+        for finding in _findings(args):
             findings.append(finding)
             if not args.json:
                 print(_line(finding), flush=True)
@@ -51,11 +59,24 @@ def run(args: argparse.Namespace) -> int:
         content = {"version": __version__, "can_train": not failures}
         content["findings"] = [asdict(finding) for finding in findings]
         print(json.dumps(content, indent=1, ensure_ascii=False))
-    elif failures:
-        print(f"\nTraining cannot start: {', '.join(failures)}.")
     else:
-        print("\nTraining can start.")
+        subject = "Training on a GPU" if args.gpu else "Training"
+        end = f"cannot start: {', '.join(failures)}." if failures else "can start."
+        print(f"\n{subject} {end}")
+        if args.gpu and not failures:
+            print("Please report these lines: no GPU has confirmed docs/performance.md yet.")
     return 1 if failures else 0
+
+
+def _findings(args: argparse.Namespace) -> Iterator[Finding]:
+    if not args.gpu:
+        return examine(args.datasets or default_data_root(), args.output)
+    try:
+        from cldetr.gpu_check import check_gpu, check_versions
+    except ImportError as error:  # torch or Detectron2
+        fix = "run `make setup` in the repository; `cldetr doctor` tells more"
+        return iter([Finding("packages", "fail", str(error), fix)])
+    return itertools.chain(check_versions(), check_gpu())
 
 
 def _line(finding: Finding) -> str:
