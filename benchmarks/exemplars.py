@@ -20,8 +20,7 @@ import time
 import numpy as np
 from scipy.sparse import csr_array
 
-from cldetr.data.counts import count_classes, kl_curve
-from cldetr.data.exemplars import select_random
+from cldetr.data.exemplars import kl_curve, select_random
 from cldetr.data.greedy_kl import Objective, choose_greedily
 
 
@@ -40,12 +39,8 @@ def draw_counts(images: int, seed: int = 0) -> csr_array:
     share = sizes**-1.95
     objects = rng.choice(sizes, len(labels), p=share / share.sum())  # objects per class and image
     kept = labels < visible
-    return count_classes(
-        np.repeat(np.nonzero(present)[0][kept], objects[kept]),
-        np.repeat(labels[kept], objects[kept]),
-        images,
-        visible,
-    )
+    rows = np.nonzero(present)[0][kept]
+    return csr_array((objects[kept].astype(np.int64), (rows, labels[kept])), (images, visible))
 
 
 class DenseGreedy:

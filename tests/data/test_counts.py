@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from cldetr.data.counts import kl_curve, kl_divergence
+from cldetr.data.exemplars import kl_curve, kl_divergence
 
 from ..coco_files import class_counts
 

@@ -2,11 +2,11 @@ import numpy as np
 import pytest
 
 from cldetr.data.coco import load_coco
-from cldetr.data.counts import kl_divergence
 from cldetr.data.exemplars import (
     STRATEGIES,
     Context,
     find_strategy,
+    kl_divergence,
     phase_budget,
     resolve_budget,
     select_adaptive,

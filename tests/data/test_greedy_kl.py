@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.sparse import csr_array
 
 from cldetr.data import greedy_kl
-from cldetr.data.counts import kl_curve, kl_divergence
+from cldetr.data.exemplars import kl_curve, kl_divergence
 from cldetr.data.greedy_kl import Objective, choose_greedily, instance_bins
 
 from ..coco_files import class_counts

@@ -90,7 +90,7 @@ def test_counts_are_of_the_phase_and_leave_crowd_out(data):
 def test_memory_survives_the_disk(data, tmp_path, budget):
     scenario = make_scenario("2+2", data)
     memory = choose(scenario, data, budget=budget)
-    files = memory.save(tmp_path / "memory", data)
+    files = memory.save(tmp_path / "memory", {BASE: data})
     assert [file.name for file in files] == [
         "exemplars_phase1.json",
         "exemplars_phase2.json",
@@ -98,7 +98,6 @@ def test_memory_survives_the_disk(data, tmp_path, budget):
     ]
     assert ExemplarMemory.load(tmp_path / "memory") == memory
     assert ExemplarMemory.load(tmp_path / "memory" / "memory.json") == memory
-    memory.check(scenario, data)
     memory.check(scenario, {BASE: data})
 
 
@@ -114,7 +113,7 @@ def test_memory_holds_the_union_by_phase(data):
 
 def test_memory_file_can_be_read_by_people(data, tmp_path):
     memory = choose(make_scenario("2+2", data), data)
-    memory.save(tmp_path, data)
+    memory.save(tmp_path, {BASE: data})
     text = (tmp_path / "memory.json").read_text()
     assert max(map(len, text.splitlines())) <= 110
     phase = json.loads(text)["phases"][0]
@@ -130,7 +129,7 @@ def test_memory_file_can_be_read_by_people(data, tmp_path):
 def test_coco_file_holds_the_exemplars_with_labels_of_their_phase(data, tmp_path):
     scenario = make_scenario("2+2", data, order="seed", class_seed=1)
     memory = choose(scenario, data)
-    memory.save(tmp_path, data)
+    memory.save(tmp_path, {BASE: data})
     whole = COCO(str(data.json_file))
     for phase in memory.phases:
         part = COCO(str(tmp_path / f"exemplars_phase{phase.index}.json"))
@@ -184,15 +183,15 @@ def test_separate_data_sets_are_matched_by_name(data, tmp_path):
 
 def test_saving_again_gives_the_same_bytes(data, tmp_path):
     memory = choose(make_scenario("2+2", data), data)
-    files = memory.save(tmp_path, data)
+    files = memory.save(tmp_path, {BASE: data})
     before = [file.read_bytes() for file in files]
-    ExemplarMemory.load(tmp_path).save(tmp_path, data)
+    ExemplarMemory.load(tmp_path).save(tmp_path, {BASE: data})
     assert [file.read_bytes() for file in files] == before
 
 
 def test_changed_memory_is_refused(data, tmp_path):
     memory = choose(make_scenario("2+2", data), data)
-    memory.save(tmp_path, data)
+    memory.save(tmp_path, {BASE: data})
     file = tmp_path / "memory.json"
     text = file.read_text()
     file.write_text(text.replace(str(memory.phases[0].image_ids[0]), "999999", 1))
@@ -204,7 +203,7 @@ def test_changed_memory_is_refused(data, tmp_path):
 
 
 def test_changed_or_missing_coco_file_is_refused(data, tmp_path):
-    choose(make_scenario("2+2", data), data).save(tmp_path, data)
+    choose(make_scenario("2+2", data), data).save(tmp_path, {BASE: data})
     file = tmp_path / "exemplars_phase2.json"
     file.write_text(file.read_text() + " ")
     with pytest.raises(InputError, match=r"exemplars_phase2.json.*was changed"):
@@ -241,16 +240,16 @@ def test_missing_memory_is_named(tmp_path):
 def test_memory_of_other_classes_is_refused(data):
     memory = choose(make_scenario("2+2", data), data)
     with pytest.raises(InputError, match=r"phase 1: classes \(0, 1\) .*\(0, 1, 2\)"):
-        memory.check(make_scenario("3+1", data), data)
+        memory.check(make_scenario("3+1", data), {BASE: data})
     fewer = make_scenario([["bee", "cow"]], data, partial=True)
     with pytest.raises(InputError, match="phase 2 is not in the scenario"):
-        memory.check(fewer, data)
+        memory.check(fewer, {BASE: data})
 
 
 def test_memory_of_other_images_is_refused_with_the_first_ten(data):
     memory = choose(make_scenario("2+2", data), data)
     with pytest.raises(InputError, match="is not an image of that phase") as caught:
-        memory.check(make_scenario("2+2", data, data_seed=1), data)
+        memory.check(make_scenario("2+2", data, data_seed=1), {BASE: data})
     found = len(str(caught.value).splitlines())
     assert found <= 12
 
@@ -259,7 +258,7 @@ def test_memory_of_another_file_is_refused(data, tmp_path):
     memory = choose(make_scenario("2+2", data), data)
     other = load_coco(write_annotations(tmp_path / "other.json", seed=1), tmp_path)
     with pytest.raises(InputError, match="the memory was chosen from"):
-        memory.check(make_scenario("2+2", other), other)
+        memory.check(make_scenario("2+2", other), {BASE: other})
     with pytest.raises(InputError, match="'base' is missing"):
         memory.check(make_scenario("2+2", data), {})
 
@@ -271,7 +270,7 @@ def test_memory_with_other_counts_is_refused(data):
     record = replace(first.classes[0], objects_in_data=1)
     wrong = replace(first, classes=(record, *first.classes[1:]))
     with pytest.raises(InputError, match=r"objects of 'ant  \[small\]'.*the memory says 1 and"):
-        replace(memory, phases=(wrong, memory.phases[1])).check(scenario, data)
+        replace(memory, phases=(wrong, memory.phases[1])).check(scenario, {BASE: data})
 
 
 def test_command_writes_memory_and_coco_and_prints_the_match(data, tmp_path, capsys):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from cldetr.data.coco import CocoData, label_table
@@ -33,11 +34,30 @@ def write_subset(
     """
     listed = categories if list_all else [categories[label] for label in sorted(subset.classes)]
     indices = data.indices_of(subset.image_ids).tolist()
-    sections = {
-        "images": _images(data, indices),
-        "annotations": _annotations(data, indices, subset, categories),
-        "categories": ({"id": category.id, "name": category.name} for category in listed),
-    }
+    label_of = label_table(data, categories, subset.classes).tolist()
+    images = (
+        {
+            "id": int(data.image_ids[index]),
+            "file_name": data.file_names[index],
+            "width": int(data.widths[index]),
+            "height": int(data.heights[index]),
+        }
+        for index in indices
+    )
+    annotations = (
+        {
+            "id": int(data.object_ids[row]),
+            "image_id": int(data.image_ids[index]),
+            "category_id": categories[label].id,
+            "bbox": data.boxes[row].tolist(),
+            "area": float(data.areas[row]),
+            "iscrowd": int(data.crowd[row]),
+        }
+        for index in indices
+        for row in range(int(data.starts[index]), int(data.starts[index + 1]))
+        if (label := label_of[data.labels[row]]) >= 0
+    )
+    sections = {"images": images, "annotations": annotations, "categories": map(asdict, listed)}
     # Entry by entry: 860,000 dictionaries at once would take a gigabyte.
     lists = [f'"{key}": [\n{_lines(entries)}\n]' for key, entries in sections.items()]
     with atomic_path(path) as partial:
@@ -46,31 +66,3 @@ def write_subset(
 
 def _lines(entries: Iterable[dict[str, Any]]) -> str:
     return ",\n".join(json.dumps(entry, ensure_ascii=False, allow_nan=False) for entry in entries)
-
-
-def _images(data: CocoData, indices: Sequence[int]) -> Iterator[dict[str, Any]]:
-    for index in indices:
-        yield {
-            "id": int(data.image_ids[index]),
-            "file_name": data.file_names[index],
-            "width": int(data.widths[index]),
-            "height": int(data.heights[index]),
-        }
-
-
-def _annotations(
-    data: CocoData, indices: Sequence[int], subset: AnnotatedSubset, categories: Sequence[Category]
-) -> Iterator[dict[str, Any]]:
-    label_of = label_table(data, categories, subset.classes).tolist()
-    for index in indices:
-        for row in range(int(data.starts[index]), int(data.starts[index + 1])):
-            label = label_of[data.labels[row]]
-            if label >= 0:
-                yield {
-                    "id": int(data.object_ids[row]),
-                    "image_id": int(data.image_ids[index]),
-                    "category_id": categories[label].id,
-                    "bbox": data.boxes[row].tolist(),
-                    "area": float(data.areas[row]),
-                    "iscrowd": int(data.crowd[row]),
-                }

@@ -5,6 +5,10 @@ a config, with what it needs declared. To add one, write the function, enter it,
 
 All strategies but `released` fill the budget while there are images: first with images that hold a
 label of the phase, and only then, in the phase's order, with those that hold none.
+
+The counts of a phase are a sparse int64 matrix, (I, C): row i is an image, in the phase's order,
+column c a class, in the phase's class list. It has no stored zeros, and an image without objects
+has an empty row. Shape shorthand: I images, C classes of the phase, R choices.
 """
 
 from __future__ import annotations
@@ -17,7 +21,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import csr_array
 
-from cldetr.data.counts import kl_curve
 from cldetr.data.greedy_kl import Objective, choose_greedily
 from cldetr.data.herding import ObjectFeatures, choose_by_herding
 from cldetr.errors import InputError
@@ -90,10 +93,40 @@ def find_strategy(name: str) -> Strategy:
     return STRATEGIES[name]
 
 
+def kl_divergence(data: np.ndarray, exemplars: np.ndarray) -> np.ndarray:
+    """Computes KL(p_D ‖ p_E) in nats from class totals `data` (C,) and `exemplars` (..., C).
+
+    Infinite where a class of the data has no exemplar. With x_c = p_E(c) / p_D(c) the sum is taken
+    as Σ p_D(c) (x_c − 1 − log x_c): the added terms sum to zero, and no term is negative, so a
+    divergence of 1e-9 keeps its digits. NaN where neither side holds an object.
+    """
+    present = data > 0
+    wanted = data[present].astype(float)
+    held = exemplars[..., present]
+    total = held.sum(-1, keepdims=True)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        excess = (held * wanted.sum() - wanted * total) / (wanted * total)  # x_c − 1
+        terms = wanted / wanted.sum() * (excess - np.log1p(excess))
+    return np.where(total[..., 0] > 0, terms.sum(-1), np.inf if present.any() else np.nan)
+
+
+def kl_curve(counts: csr_array, chosen: np.ndarray) -> np.ndarray:
+    """Computes KL(p_D ‖ p_E) after each choice, (R,), for images chosen in that order."""
+    data = counts.sum(axis=0)
+    held = np.zeros_like(data)
+    curve = np.empty(len(chosen))
+    for start in range(0, len(chosen), 1024):  # (1024, C) at a time: C may be a thousand
+        running = held + counts[chosen[start : start + 1024]].toarray().cumsum(0)
+        curve[start : start + len(running)] = kl_divergence(data, running)
+        held = running[-1]
+    return curve
+
+
 def select_kl(counts: csr_array, budget: float, context: Context = DEFAULT) -> Selection:
     """The paper's strategy (Algorithm 2, Eq. 6): see `greedy_kl` for the rules."""
-    objective = Objective.classes(counts)
-    return _select_greedily(counts, budget, context, objective, "Eq. 6, exact greedy")
+    number = resolve_budget(budget, counts.shape[0])
+    chosen = choose_greedily(Objective.classes(counts), number, context.progress)
+    return _finish(counts, chosen, number, "Eq. 6, exact greedy")
 
 
 def select_kl_and_instances(
@@ -104,10 +137,10 @@ def select_kl_and_instances(
     Eq. 6 alone prefers images with few objects, which steer the distribution most finely; the
     exemplars then look unlike the data. See `Objective.classes_and_instances`.
     """
-    objective = Objective.classes_and_instances(counts)
-    return _select_greedily(
-        counts, budget, context, objective, "Eq. 6 plus the same divergence of objects per image"
-    )
+    number = resolve_budget(budget, counts.shape[0])
+    chosen = choose_greedily(Objective.classes_and_instances(counts), number, context.progress)
+    note = "Eq. 6 plus the same divergence of objects per image"
+    return _finish(counts, chosen, number, note)
 
 
 def select_random(counts: csr_array, budget: float, context: Context = DEFAULT) -> Selection:
@@ -217,14 +250,6 @@ STRATEGIES = {
     "adaptive": Strategy(select_adaptive),
     "released": Strategy(select_released),
 }
-
-
-def _select_greedily(
-    counts: csr_array, budget: float, context: Context, objective: Objective, note: str
-) -> Selection:
-    number = resolve_budget(budget, counts.shape[0])
-    chosen = choose_greedily(objective, number, context.progress)
-    return _finish(counts, chosen, number, note)
 
 
 def _finish(counts: csr_array, chosen: np.ndarray, number: int, note: str) -> Selection:

@@ -23,17 +23,14 @@ from scipy.sparse import csr_array
 
 from cldetr.data.coco import CocoData, label_table
 from cldetr.data.coco_writer import write_subset
-from cldetr.data.counts import count_classes
 from cldetr.data.exemplars import Selection
 from cldetr.errors import InputError
 from cldetr.files import read_sealed, sha256_file, write_sealed
-from cldetr.scenario import BASE, AnnotatedSubset, Category, Scenario
+from cldetr.scenario import AnnotatedSubset, Category, Scenario
 
 FORMAT = 1
 MEMORY_FILE = "memory.json"
 _MAX_LISTED = 10  # differences named in a message; the rest is counted
-
-Sources = CocoData | Mapping[str, CocoData]  # the base data set, or the data sets by source
 
 
 @dataclass(frozen=True)
@@ -129,13 +126,13 @@ class ExemplarMemory:
         """Phase index → image ids in order of choice: what `Scenario.exemplars` takes."""
         return {phase.index: phase.image_ids for phase in self.phases}
 
-    def save(self, folder: str | os.PathLike[str], data: Sources) -> list[Path]:
+    def save(self, folder: str | os.PathLike[str], data: Mapping[str, CocoData]) -> list[Path]:
         """Writes the memory and a COCO file for each phase; returns the files, the memory last."""
         folder = Path(folder)
         files = []
         for phase in self.phases:
-            source = data if isinstance(data, CocoData) else data[phase.source]
             files.append(folder / f"exemplars_phase{phase.index}.json")
+            source = data[phase.source]
             write_subset(files[-1], phase.subset(), source, self.categories, list_all=False)
         self.write(folder / MEMORY_FILE, {file.name: sha256_file(file) for file in files})
         return [*files, folder / MEMORY_FILE]
@@ -169,13 +166,12 @@ class ExemplarMemory:
                 raise InputError(f"{file}, a part of the memory {path}, {state}: {fix}")
         return memory
 
-    def check(self, scenario: Scenario, data: Sources) -> None:
+    def check(self, scenario: Scenario, data: Mapping[str, CocoData]) -> None:
         """Stops where the memory does not fit the scenario and the data it is to be used with."""
-        sources = {BASE: data} if isinstance(data, CocoData) else data
-        found = [*_scenario_differences(self, scenario), *_data_differences(self, sources)]
+        found = [*_scenario_differences(self, scenario), *_data_differences(self, data)]
         if not found:
             for phase in self.phases:
-                found += _count_differences(phase, scenario, sources[phase.source])
+                found += _count_differences(phase, scenario, data[phase.source])
         if found:
             raise InputError.listing(
                 f"the exemplar memory does not fit scenario {scenario.name} ({len(found)} "
@@ -194,7 +190,8 @@ def phase_counts(scenario: Scenario, index: int, data: CocoData) -> csr_array:
     images = np.repeat(order, np.diff(data.starts))  # (N,)
     labels = label_table(data, own, range(len(own)))[data.labels]  # (N,)
     kept = (images >= 0) & (labels >= 0) & ~data.crowd
-    return count_classes(images[kept], labels[kept], len(phase.image_ids), len(own))
+    ones, shape = np.ones(kept.sum(), np.int64), (len(phase.image_ids), len(own))
+    return csr_array((ones, (images[kept], labels[kept])), shape=shape)
 
 
 def objects_per_image(images: tuple[int, ...]) -> float | None:

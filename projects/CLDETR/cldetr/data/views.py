@@ -69,10 +69,6 @@ class View(Dataset):
         subset = self._subsets[which]
         return subset.entry(index - (self._ends[which - 1] if which else 0))
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        for subset in self._subsets:
-            yield from map(subset.entry, range(len(subset.indices)))
-
     @property
     def image_ids(self) -> np.ndarray:
         """Image ids in the view's order, (I,)."""
