@@ -126,23 +126,23 @@ def test_a_file_without_an_image_folder_is_told_how_to_name_it():
 
 
 def test_another_format_takes_a_reader_in_the_table(tmp_path, monkeypatch):
-    def read_csv(path, image_root, *, name=None, **options):
+    def read_csv(path, **options):
         dicts = []
         for index, line in enumerate(Path(path).read_text().splitlines()):
             file_name, category, *box = line.split(",")
             annotation = {"bbox": [*map(float, box)], "bbox_mode": BoxMode.XYXY_ABS}
             annotation["category_id"] = ["cat", "dog"].index(category)
-            changes = {"file_name": f"{image_root}/{file_name}", "annotations": [annotation]}
+            changes = {"file_name": tmp_path / file_name, "annotations": [annotation]}
             dicts.append(entry(tmp_path, index, **changes))
-        return data_from_dicts(name or path, dicts, ["cat", "dog"], **options)
+        return data_from_dicts(path, dicts, ["cat", "dog"], **options)
 
-    monkeypatch.setitem(READERS, ".csv", read_csv)
+    monkeypatch.setitem(READERS, "csv", read_csv)
     path = write(tmp_path / "a.csv", "x.jpg,dog,1,2,30,40\ny.jpg,cat,-5,2,30,40\n")
-    data = read_dataset(f"{path}:{tmp_path / 'images'}")
+    data = read_dataset(f"csv:{path}")
     assert data.boxes.tolist() == [[1, 2, 29, 38], [0, 2, 30, 38]]
-    assert data.image_path(0) == tmp_path / "images" / "x.jpg"
-    with pytest.raises(InputError, match=r"a\.csv:IMAGE_FOLDER"):
-        read_dataset(str(path))
+    assert data.image_path(0) == tmp_path / "x.jpg"
+    with pytest.raises(InputError, match=r"other formats as voc:…, yolo:…, csv:…"):
+        read_dataset("cvs:a.csv")
 
 
 def test_a_registered_function_is_called(tmp_path):
@@ -166,13 +166,19 @@ def test_a_registered_function_is_called(tmp_path):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (lambda e: "text", r"entry 1 is of type str: return a dictionary"),
-        (lambda e: {k: v for k, v in e.items() if k != "height"}, r"entry 1 has no 'height'"),
-        (lambda e: e | {"width": "wide"}, r"entry 1: 'width' is 'wide': give it in pixels"),
-        (lambda e: e | {"file_name": None}, r"entry 1: 'file_name' is 'None': give the path"),
-        (lambda e: e | {"annotations": None}, r"entry 1: 'annotations' is 'None': give a list"),
-        (lambda e: e | {"annotations": [3]}, r"entry 1, annotation 0 is of type int"),
-        (lambda e: e | {"image_id": 1}, r"image ids are used more than once \(1\): image 1"),
+        (lambda e: "text", r"entry 1 is a string\. Fix: write each entry as"),
+        (
+            lambda e: {k: v for k, v in e.items() if k != "height"},
+            r"entry 1: height\. Fix: add",
+        ),
+        (lambda e: e | {"width": "wide"}, r"integers \(1\): entry 1: width is 'wide'\. Fix: write"),
+        (lambda e: e | {"file_name": None}, r"entry 1: file_name is None\. Fix: write"),
+        (lambda e: e | {"annotations": None}, r"entry 1: None\. Fix: return a list"),
+        (
+            lambda e: e | {"annotations": [3]},
+            r"entry 1, annotation 0 is a number",
+        ),
+        (lambda e: e | {"image_id": 1}, r"image ids are used more than once \(1\): entry 1\. Fix"),
     ],
 )
 def test_a_malformed_entry_is_named_with_its_key_and_the_fix(tmp_path, change, expected):
@@ -186,21 +192,21 @@ def test_a_malformed_entry_is_named_with_its_key_and_the_fix(tmp_path, change, e
 @pytest.mark.parametrize(
     ("key", "value", "fix"),
     [
-        ("bbox", [1, 2, 3], "give four numbers"),
-        ("bbox", ["a", 2, 3, 4], "give four numbers"),
-        ("bbox_mode", None, "give BoxMode.XYXY_ABS"),
-        ("bbox_mode", BoxMode.XYWHA_ABS, "give BoxMode.XYXY_ABS"),
-        ("category_id", 2, "give an index of thing_classes, 0 to 1"),
-        ("category_id", "cat", "give an index of thing_classes, 0 to 1"),
-        ("iscrowd", 2, "give 0 or 1"),
-        ("area", -1, "give square pixels"),
+        ("bbox", [1, 2, 3], "correct them, or drop"),
+        ("bbox", ["a", 2, 3, 4], "correct them, or drop"),
+        ("bbox_mode", None, "convert them with BoxMode"),
+        ("bbox_mode", BoxMode.XYWHA_ABS, "convert them with BoxMode"),
+        ("category_id", 2, "give an index, from 0"),
+        ("category_id", "cat", "give an index, from 0"),
+        ("iscrowd", 2, "write 0 or 1"),
+        ("area", -1, "correct or omit it"),
     ],
 )
 def test_a_malformed_annotation_is_named_with_its_key_and_the_fix(tmp_path, key, value, fix):
     entries = [entry(tmp_path, i) for i in range(3)]
     entries[2]["annotations"][0][key] = value
     register("datasets_bad", entries)
-    with pytest.raises(InputError, match=rf"entry 2, annotation 0: '{key}' is .*: {fix}"):
+    with pytest.raises(InputError, match=rf"\(1\): entry 2, annotation 0: .*Fix: {fix}"):
         read_dataset("datasets_bad")
 
 
@@ -221,7 +227,7 @@ def test_a_function_that_fails_returns_nothing_or_names_no_categories_is_reporte
     with pytest.raises(InputError, match=r"'datasets_fail' failed: KeyError: 'surprise'; fix it"):
         read_dataset("datasets_fail")
     register("datasets_empty", [])
-    with pytest.raises(InputError, match="it returns no image"):
+    with pytest.raises(InputError, match="returns no image"):
         read_dataset("datasets_empty")
     DatasetCatalog.register("datasets_nameless", lambda: [entry(tmp_path, 0)])
     with pytest.raises(InputError, match=r"set MetadataCatalog.*thing_classes"):

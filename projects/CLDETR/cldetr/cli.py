@@ -28,6 +28,7 @@ COMMANDS = {
     "report": "draw the page of a run, or one that compares several",
     "pictures": "draw pseudo-labels, their matching, and predictions of a run",
     "diagnose": "tell how good pseudo-labels are by K, λ and score, and which to take",
+    "convert-data": "write Pascal VOC, YOLO or registered data as a COCO file",
     "convert": "turn official Deformable DETR, DETR, UP-DETR and CL-DETR checkpoints into ours",
 }
 
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
-            command = importlib.import_module(f"cldetr.commands.{name}")
+            command = importlib.import_module(f"cldetr.commands.{name.replace('-', '_')}")
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run)
     args = parser.parse_args(argv)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 from tqdm import tqdm
 
-from cldetr.data.coco import load_coco
 from cldetr.data.coco_writer import write_subset
+from cldetr.data.datasets import read_dataset
 from cldetr.data.exemplars import (
     STRATEGIES,
     Context,
@@ -31,7 +31,12 @@ from cldetr.scenario import make_scenario
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
-    parser.add_argument("--annotations", required=True, metavar="FILE", help="COCO instances file")
+    parser.add_argument(
+        "--annotations",
+        required=True,
+        metavar="DATA",
+        help="COCO instances file, or voc:DIR/trainval, yolo:data.yaml/train, a registered name",
+    )
     parser.add_argument(
         "--budget",
         type=number,
@@ -51,14 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of random and balanced (default: 0)")
     parser.add_argument(
-        "--image-root", metavar="DIR", help="image folder, not read here (default: FILE's folder)"
+        "--image-root",
+        metavar="DIR",
+        help="image folder of a COCO file, not read here (default: the file's folder)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Chooses, prints how well the choice matches the data, and writes it."""
     strategy = find_strategy(args.strategy)
-    data = load_coco(args.annotations, args.image_root or Path(args.annotations).parent)
+    root = args.image_root or os.path.dirname(args.annotations)
+    data = read_dataset(args.annotations, image_root=root)
     classes = args.classes or [category.id for category in data.categories]
     known = {str(category.id) for category in data.categories}
     scenario = make_scenario(

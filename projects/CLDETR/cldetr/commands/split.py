@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import msgspec
 from tabulate import tabulate
 
 from cldetr.data.audit import audit_scenario
-from cldetr.data.coco import CocoData, load_coco
+from cldetr.data.coco import CocoData
 from cldetr.data.coco_writer import write_subset
+from cldetr.data.datasets import read_dataset
 from cldetr.data.manifest import save_manifest
 from cldetr.errors import InputError
 from cldetr.files import write_json
@@ -27,20 +29,21 @@ WIDTH = 96  # columns of the printed tables
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
     what = parser.add_argument_group("what to divide")
-    what.add_argument("--annotations", type=Path, metavar="FILE", help="COCO instances file")
     what.add_argument(
-        "--phases-from",
-        type=Path,
-        nargs="+",
-        metavar="FILE",
-        help="instead: one COCO instances file per phase",
+        "--annotations",
+        metavar="DATA",
+        help="COCO instances file, or any entry of DATASETS.TRAIN: voc:DIR/trainval, "
+        "yolo:data.yaml/train, the name of a registered data set",
+    )
+    what.add_argument(
+        "--phases-from", nargs="+", metavar="DATA", help="instead: a data set for each phase"
     )
     what.add_argument(
         "--image-root",
         type=Path,
         nargs="+",
         metavar="DIR",
-        help="folder of the images (one, or one per file; default: the file's folder)",
+        help="image folder of COCO files (one, or one per file; default: the file's folder)",
     )
     what.add_argument(
         "--bad-boxes",
@@ -194,22 +197,21 @@ def _make(args: argparse.Namespace) -> tuple[Scenario, dict[str, CocoData]]:
                 "--scenario and --phases"
             )
         sets = [
-            load_coco(file, root, name=f"phase{index}", bad_boxes=args.bad_boxes)
-            for index, (file, root) in enumerate(_roots(args.phases_from, args.image_root), 1)
+            replace(data, name=f"phase{index}")
+            for index, data in enumerate(_read(args.phases_from, args), start=1)
         ]
         return make_separate_scenario(sets), {data.name: data for data in sets}
     if args.annotations is None:
-        raise InputError("give --annotations FILE, or --phases-from FILE FILE …")
+        raise InputError("give --annotations DATA, or --phases-from DATA DATA …")
     if (args.scenario is None) == (args.phases is None):
         raise InputError("give either --scenario SIZES or --phases NAMES")
-    [(file, root)] = _roots([args.annotations], args.image_root)
     order = args.order
     if order not in ORDERS:
         if not os.path.isfile(order):
             raise InputError(f"--order {order}: choose {', '.join(ORDERS)} or the file of an order")
         order = _read_list(order, list[str])
     phases = args.scenario if args.phases is None else _read_phases(args.phases)
-    data = load_coco(file, root, bad_boxes=args.bad_boxes)
+    [data] = _read([args.annotations], args)
     scenario = make_scenario(
         phases,
         data,
@@ -222,16 +224,19 @@ def _make(args: argparse.Namespace) -> tuple[Scenario, dict[str, CocoData]]:
     return scenario, {BASE: data}
 
 
-def _roots(files: Sequence[Path], roots: Sequence[Path] | None) -> list[tuple[Path, Path]]:
-    if roots is None:
-        roots = [file.parent for file in files]
-    elif len(roots) == 1:
-        roots = list(roots) * len(files)
-    elif len(roots) != len(files):
+def _read(references: Sequence[str], args: argparse.Namespace) -> list[CocoData]:
+    """Reads data sets; the images of a COCO file are in its folder where none is given."""
+    roots = args.image_root or [os.path.dirname(reference) for reference in references]
+    roots = roots * len(references) if len(roots) == 1 else roots
+    if len(roots) != len(references):
         raise InputError(
-            f"--image-root names {len(roots)} folders for {len(files)} files: give one, or one each"
+            f"--image-root names {len(roots)} folders for {len(references)} files: give one, or "
+            "one each"
         )
-    return list(zip(files, roots, strict=True))
+    return [
+        read_dataset(reference, bad_boxes=args.bad_boxes, image_root=root)
+        for reference, root in zip(references, roots, strict=True)
+    ]
 
 
 def _read_phases(text: str) -> list[list[str]]:

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from cldetr.data.cache import cache_file, read_cache, write_cache
-from cldetr.data.parse import read_columns
+from cldetr.data.parse import Columns, read_columns
 from cldetr.data.problems import Problems
 from cldetr.data.validate import LoadReport, check_columns, indices_of, is_unsafe
 from cldetr.errors import InputError
@@ -148,8 +148,7 @@ def load_coco(
             numbers are then those of pycocotools on the same file.
         cache_dir: where to keep the arrays for later loads of the same content.
     """
-    if bad_boxes not in ("stop", "drop"):
-        raise InputError(f"bad_boxes is {bad_boxes!r}: choose stop or drop")
+    drop = _wants_drop(bad_boxes)
     path, begun = Path(json_file), time.perf_counter()
     with _open(path) as stream:
         fingerprint = sha256_file(path)
@@ -158,23 +157,44 @@ def load_coco(
         if fields is None:
             problems = Problems()
             columns = read_columns(_content(stream), str(path), problems)
-            fields = check_columns(
-                columns, problems, str(path), drop_bad_boxes=bad_boxes == "drop", trim=trim
-            )
+            fields = check_columns(columns, problems, str(path), drop_bad_boxes=drop, trim=trim)
             if cache is not None:
                 write_cache(cache, fields)
-    report: LoadReport = fields["report"]
-    seconds = time.perf_counter() - begun
-    logger.info("%s: %s, read in %.1f s", path.name, report.summary(), seconds)
-    if unused := report.unused_categories:
-        logger.warning(
-            "%s: no object of %d categories, their AP cannot be measured: %s",
-            path.name,
-            len(unused),
-            ", ".join(unused[:10]) + ", …" * (len(unused) > 10),
-        )
     name = path.stem if name is None else name
-    return CocoData(name, path, Path(image_root), fingerprint=fingerprint, **fields)
+    data = CocoData(name, path, Path(image_root), fingerprint=fingerprint, **fields)
+    _log(data, begun)
+    return data
+
+
+def data_from_columns(
+    columns: Columns,
+    problems: Problems,
+    *,
+    name: str,
+    origin: str,
+    image_root: str | os.PathLike[str],
+    begun: float,
+    bad_boxes: str = "stop",
+    trim: bool = True,
+) -> CocoData:
+    """Checks columns that a reader of another format has made.
+
+    Args:
+        columns: what was read.
+        problems: what reading has found.
+        name: of the data set.
+        origin: what messages call where it comes from; there is no annotation file.
+        image_root: the folder that file names are relative to.
+        begun: when reading began, by `time.perf_counter`.
+        bad_boxes: as in `load_coco`.
+        trim: as in `load_coco`.
+    """
+    drop = _wants_drop(bad_boxes)
+    fields = check_columns(columns, problems, origin, drop_bad_boxes=drop, trim=trim)
+    fingerprint = columns.fingerprint()
+    data = CocoData(name, Path(origin), Path(image_root), fingerprint=fingerprint, **fields)
+    _log(data, begun)
+    return data
 
 
 def label_table(
@@ -183,6 +203,27 @@ def label_table(
     """From a data set's own labels to those of the scenario, −1 where not in `classes`, (K,)."""
     wanted = {categories[label].name: label for label in classes}
     return np.array([wanted.get(own.name, -1) for own in data.categories], dtype=np.int64)
+
+
+def _wants_drop(bad_boxes: str) -> bool:
+    if bad_boxes not in ("stop", "drop"):
+        raise InputError(f"bad_boxes is {bad_boxes!r}: choose stop or drop")
+    return bad_boxes == "drop"
+
+
+def _log(data: CocoData, begun: float) -> None:
+    """Logs what a load found, and how long it took."""
+    assert data.report is not None
+    seconds = time.perf_counter() - begun
+    name = data.json_file.name if data.json_file.suffix == ".json" else data.name
+    logger.info("%s: %s, read in %.1f s", name, data.report.summary(), seconds)
+    if unused := data.report.unused_categories:
+        logger.warning(
+            "%s: no object of %d categories, their AP cannot be measured: %s",
+            name,
+            len(unused),
+            ", ".join(unused[:10]) + ", …" * (len(unused) > 10),
+        )
 
 
 def _open(path: Path) -> BinaryIO:

@@ -32,6 +32,8 @@ from cldetr.data.cache import cache_folder
 from cldetr.data.coco import CocoData, load_coco
 from cldetr.data.registered import data_from_dicts
 from cldetr.data.views import View, evaluation_subset
+from cldetr.data.voc import read_voc
+from cldetr.data.yolo import read_yolo
 from cldetr.errors import InputError
 from cldetr.files import sha256_json
 from cldetr.scenario import AnnotatedSubset, Scenario
@@ -43,35 +45,49 @@ def _read_coco(path: str, image_root: str, **options: Any) -> CocoData:
 
 _BUILT_IN = " (Detectron2's built-in data sets are below the folder DETECTRON2_DATASETS)"
 
-# Readers of files, by the ending of their names. To add a format, write a function with the same
-# arguments and enter it here; `data_from_dicts` makes a `CocoData` of Detectron2's dictionaries.
-READERS: dict[str, Callable[..., CocoData]] = {".json": _read_coco}
+# Readers of other formats than COCO's: `FORMAT:TEXT` calls the reader of that format with the text.
+# To add one, write a function with the same arguments and enter it here; `data_from_dicts` makes a
+# `CocoData` of Detectron2's dictionaries.
+READERS: dict[str, Callable[..., CocoData]] = {"voc": read_voc, "yolo": read_yolo}
 
 
-def read_dataset(reference: str, *, bad_boxes: str = "stop", trim: bool = True) -> CocoData:
+def read_dataset(
+    reference: str,
+    *,
+    bad_boxes: str = "stop",
+    trim: bool = True,
+    image_root: str | os.PathLike[str] | None = None,
+) -> CocoData:
     """Reads the annotations of a data set.
 
     Args:
-        reference: `ANNOTATIONS.json:IMAGE_FOLDER`, or the name of a data set that is registered
-            with Detectron2. COCO files are read by this package; of other data sets, such as
-            `voc_2007_trainval`, the registered function is called.
+        reference: `ANNOTATIONS.json:IMAGE_FOLDER` (a COCO file), `FORMAT:TEXT` with a format in
+            `READERS`, or the name of a data set that is registered with Detectron2. COCO files are
+            read by this package; of other data sets, such as `voc_2007_trainval`, the registered
+            function is called.
         bad_boxes: "stop" at malformed boxes, or "drop" and count them.
         trim: cut boxes to their image, as for training; see `load_coco`.
+        image_root: the image folder of a COCO file that is given without it.
     """
-    for ending, read in READERS.items():
-        path, found, folder = reference.partition(f"{ending}:")
-        if found:
-            return read(f"{path}{ending}", folder, bad_boxes=bad_boxes, trim=trim)
-        if reference.endswith(ending):
-            raise InputError(
-                f"{reference} does not name the image folder: write {reference}:IMAGE_FOLDER"
-            )
+    path, found, folder = reference.partition(".json:")
+    if found:
+        return _read_coco(f"{path}.json", folder, bad_boxes=bad_boxes, trim=trim)
+    if image_root is not None and (reference.endswith(".json") or os.path.isfile(reference)):
+        return _read_coco(reference, os.fspath(image_root), bad_boxes=bad_boxes, trim=trim)
+    if reference.endswith(".json"):
+        raise InputError(
+            f"{reference} does not name the image folder: write {reference}:IMAGE_FOLDER"
+        )
+    format, found, text = reference.partition(":")
+    if found and format in READERS:
+        return READERS[format](text, bad_boxes=bad_boxes, trim=trim)
     if reference not in DatasetCatalog:
         near = difflib.get_close_matches(reference, DatasetCatalog.keys(), n=3)
         hint = f"do you mean {', '.join(near)}?" if near else "register it first"
+        formats = ", ".join(f"{format}:…" for format in READERS)
         raise InputError(
             f"no data set {reference!r} is registered with Detectron2: {hint} (a COCO file is "
-            "given as ANNOTATIONS.json:IMAGE_FOLDER)"
+            f"given as ANNOTATIONS.json:IMAGE_FOLDER, other formats as {formats})"
         )
     metadata = MetadataCatalog.get(reference)
     # Detectron2's COCOEvaluator sets `json_file`, without `image_root`, on what it converts.

@@ -8,10 +8,11 @@ generic JSON and collects *all* problems, so that a user can fix them in one go.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -81,8 +82,21 @@ SECTIONS: dict[str, type[msgspec.Struct]] = {
 class Columns:
     """The sections of a file as columns, unchecked. Shape shorthand: I images, N annotations."""
 
-    def __init__(self, file: CocoFile, unreadable: Mapping[int, str] | None = None) -> None:
-        """Takes the columns; `unreadable` has the texts of boxes that are not four numbers."""
+    def __init__(
+        self,
+        file: CocoFile,
+        unreadable: Mapping[int, str] | None = None,
+        image_label: Callable[[int], str] | None = None,
+        object_label: Callable[[int], str] | None = None,
+    ) -> None:
+        """Takes the columns.
+
+        Args:
+            file: what was read.
+            unreadable: row → text, of boxes that are not four numbers.
+            image_label: what messages call the image of a row, "image 7" by default.
+            object_label: the same of annotations; a file and a line for example.
+        """
         images, annotations = file.images, file.annotations
         self.category_ids = _column(file.categories, "id").tolist()  # refuses what is too big
         self.category_names = [category.name for category in file.categories]
@@ -100,6 +114,18 @@ class Columns:
         self.crowd = _column(annotations, "iscrowd")  # (N,)
         self.ignored = _column(annotations, "ignore")  # (N,) a key of some converters
         self.unreadable = dict(unreadable or {})  # row → the text of its box
+        self.image_label = image_label or (lambda row: f"image {self.image_ids[row]}")
+        self.object_label = object_label or (lambda row: f"annotation {self.object_ids[row]}")
+
+    def fingerprint(self) -> str:
+        """A digest of the content."""
+        digest = hashlib.sha256()
+        for value in vars(self).values():
+            if isinstance(value, np.ndarray):
+                digest.update(value.tobytes())
+            elif not callable(value):
+                digest.update(repr(value).encode())
+        return digest.hexdigest()
 
 
 def read_columns(content: Any, name: str, problems: Problems) -> Columns:
@@ -118,7 +144,7 @@ def read_columns(content: Any, name: str, problems: Problems) -> Columns:
     except (msgspec.DecodeError, UnicodeDecodeError, OverflowError, RecursionError) as error:
         logger.info("%s: reading it the slow way (%s)", name, error)
         sections = _read_json(bytes(content), name)
-        columns = _slow_columns(sections, problems)
+        columns = columns_from_sections(sections, problems)
     for key in ("images", "categories"):
         if not sections[key]:
             problems.add("empty list", key)
@@ -173,21 +199,33 @@ def _read_json(content: bytes, name: str) -> dict[str, list[Any]]:
     return file
 
 
-def _slow_columns(sections: dict[str, list[Any]], problems: Problems) -> Columns:
+def columns_from_sections(
+    sections: Mapping[str, Sequence[Any]],
+    problems: Problems,
+    label: Callable[[str, int], str] | None = None,
+) -> Columns:
+    """Columns of generic entries, each value checked.
+
+    Args:
+        sections: the lists of a COCO file.
+        problems: receives what is wrong.
+        label: what messages call an entry, by section and index; by default its id, if it has one.
+    """
     # An entry with a valid id is kept, with placeholders for its bad values: the load stops anyway,
     # and what refers to the entry should not be reported as well.
     file, unreadable = CocoFile([], [], []), {}
+    labels: dict[str, list[str]] = {section: [] for section in SECTIONS}
     for section, kind in SECTIONS.items():
         entries = getattr(file, section)
         for index, entry in enumerate(sections[section]):
+            name = label(section, index) if label else f"{section}[{index}]"
             if not isinstance(entry, dict):
-                problems.add("not an object", f"{section}[{index}] is {_kind(entry)}")
+                problems.add("not an object", f"{name} is {_kind(entry)}")
                 continue
-            label = f"{section}[{index}]"
-            if isinstance(entry.get("id"), int) and not isinstance(entry["id"], bool):
-                label = f"{kind.__name__.removeprefix('Coco').lower()} {_shown(entry['id'])}"
+            if not label and type(entry.get("id")) is int:
+                name = f"{kind.__name__.removeprefix('Coco').lower()} {_shown(entry['id'])}"
             values = {
-                field.name: _read_value(entry, field, label, problems)
+                field.name: _read_value(entry, field, name, problems)
                 for field in msgspec.structs.fields(kind)
             }
             if isinstance(values.get("bbox"), str):
@@ -195,7 +233,10 @@ def _slow_columns(sections: dict[str, list[Any]], problems: Problems) -> Columns
                 values["bbox"] = CocoBox(*[math.nan] * 4)
             if all(value is not None for key, value in values.items() if key != "area"):
                 entries.append(kind(**values))
-    return Columns(file, unreadable)
+                labels[section].append(name)
+    return Columns(
+        file, unreadable, labels["images"].__getitem__, labels["annotations"].__getitem__
+    )
 
 
 def _read_value(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -55,7 +55,7 @@ KINDS = {
     ),
     "bad area": ("annotations have an area that is not a finite number ≥ 0", "correct or omit it"),
     "bad box": (
-        "boxes are not [x, y, width, height] with finite numbers and sizes ≥ 0",
+        "boxes are not x, y, width, height with finite numbers and sizes ≥ 0",
         "correct them, or drop and count them (bad_boxes='drop', --bad-boxes drop)",
     ),
 }
@@ -64,12 +64,14 @@ KINDS = {
 class Problems:
     """Counts problems by kind and remembers where the first of each are."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: Mapping[str, tuple[str, str]] | None = None) -> None:
+        """Takes the problems that only a format has, beside those in `KINDS`."""
+        self._kinds = {**(kinds or {}), **KINDS}
         self._counts: Counter[str] = Counter()
-        self._where: dict[str, list[str]] = {kind: [] for kind in KINDS}
+        self._where: dict[str, list[str]] = {kind: [] for kind in self._kinds}
 
     def add(self, kind: str, where: str) -> None:
-        """Adds one problem of a kind in `KINDS`; `where` is an entry such as "annotation 7: …"."""
+        """Adds one problem of a kind; `where` is an entry such as "annotation 7: …"."""
         self.add_rows(kind, np.array([True]), lambda _: where)
 
     def add_rows(self, kind: str, wrong: np.ndarray, describe: Callable[[int], str]) -> None:
@@ -81,7 +83,7 @@ class Problems:
     def stop(self, name: str) -> None:
         """Raises one error if there are problems: per kind what, how often, where, and the fix."""
         lines = []
-        for kind, (what, fix) in KINDS.items():
+        for kind, (what, fix) in self._kinds.items():
             if count := self._counts[kind]:
                 rest = ", …" if count > SHOWN else ""
                 lines.append(

@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from detectron2.structures import BoxMode
 
-from cldetr.data.coco import CocoData
-from cldetr.data.parse import (
-    CocoAnnotation,
-    CocoBox,
-    CocoCategory,
-    CocoFile,
-    CocoImage,
-    Columns,
-)
+from cldetr.data.coco import CocoData, data_from_columns
+from cldetr.data.parse import columns_from_sections
 from cldetr.data.problems import Problems
-from cldetr.data.validate import check_columns
 from cldetr.errors import InputError
+
+KINDS = {
+    "no list": ("entries have annotations that are not a list", "return a list, or an empty one"),
+    "bad mode": (
+        "boxes have another bbox_mode than XYXY_ABS and XYWH_ABS",
+        "convert them with BoxMode.convert",
+    ),
+    "no class": ("category_ids are no index of thing_classes", "give an index, from 0"),
+}
 
 
 def data_from_dicts(
@@ -43,126 +43,94 @@ def data_from_dicts(
         bad_boxes: "stop" at boxes that make no sense, or "drop" and count them.
         trim: cut boxes to their image.
     """
+    begun = time.perf_counter()
     if not thing_classes:
         raise InputError(
             f"the data set {name!r} does not name its categories: set "
             f"MetadataCatalog.get({name!r}).thing_classes"
         )
-    problems = list(_problems(dicts, len(thing_classes))) if dicts else ["it returns no image"]
-    if problems:
-        raise InputError.listing(
-            f"the function registered as {name!r} does not return Detectron2's standard "
-            f"dictionaries ({len(problems)} problems):",
-            problems,
-        )
-    columns = _columns(dicts, thing_classes)
-    drop = bad_boxes == "drop"
-    fields = check_columns(columns, Problems(), name, drop_bad_boxes=drop, trim=trim)
-    return CocoData(
+    if not dicts:
+        raise InputError(f"the function registered as {name!r} returns no image: fix it")
+    problems = Problems(KINDS)
+    labels: list[str] = []  # of the annotations
+    sections: dict[str, list[Any]] = {
+        "images": [],
+        "annotations": [],
+        "categories": [{"id": k, "name": str(name)} for k, name in enumerate(thing_classes, 1)],
+    }
+    has_id = [isinstance(entry, Mapping) and "image_id" in entry for entry in dicts]
+    ids = image_ids([d["image_id"] if has else "" for d, has in zip(dicts, has_id, strict=True)])
+    for index, entry in enumerate(dicts):
+        if not isinstance(entry, Mapping):
+            sections["images"].append(entry)
+            continue
+        image = {
+            key: _plain(entry[key]) for key in ("width", "height", "file_name") if key in entry
+        }
+        image |= {"id": ids[index]} if has_id[index] else {}
+        if isinstance(image.get("file_name"), str | os.PathLike):
+            image["file_name"] = os.path.abspath(image["file_name"]).lstrip("/")
+        sections["images"].append(image)
+        rows = entry.get("annotations", ())
+        if not isinstance(rows, Sequence):
+            problems.add("no list", f"entry {index}: {rows!r}")
+            continue
+        for number, row in enumerate(rows):
+            labels.append(f"entry {index}, annotation {number}")
+            if isinstance(row, Mapping):
+                row = _annotation(row, len(thing_classes), labels[-1], problems)
+                row |= {"id": len(labels), "image_id": ids[index]}
+            sections["annotations"].append(row)
+    columns = columns_from_sections(
+        sections,
+        problems,
+        lambda section, index: labels[index] if section == "annotations" else f"entry {index}",
+    )
+    return data_from_columns(
+        columns,
+        problems,
         name=name,
-        json_file=Path(name),  # what messages call it: there is no file
-        image_root=Path("/"),
-        fingerprint=_fingerprint(columns),
-        **fields,
+        origin=name,
+        image_root="/",
+        begun=begun,
+        bad_boxes=bad_boxes,
+        trim=trim,
     )
 
 
-def _problems(dicts: Sequence[Any], categories: int) -> Iterator[str]:
-    """What is wrong with the entries' form; the values are checked with those of COCO files."""
-    image_keys = {
-        "file_name": (_is_path, "give the path of the image"),
-        "height": (_is_integer, "give it in pixels"),
-        "width": (_is_integer, "give it in pixels"),
-        "image_id": (lambda value: isinstance(value, str | int | np.integer), "give each its own"),
-        "annotations": (lambda value: isinstance(value, Sequence), "give a list"),
-    }
-    object_keys = {
-        "bbox": (
-            lambda value: np.asarray(value, dtype=np.float64).shape == (4,),
-            "give four numbers",
-        ),
-        "bbox_mode": (
-            lambda value: value in (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS),
-            "give BoxMode.XYXY_ABS or BoxMode.XYWH_ABS",
-        ),
-        "category_id": (
-            lambda value: _is_integer(value) and 0 <= value < categories,
-            f"give an index of thing_classes, 0 to {categories - 1}",
-        ),
-        "iscrowd": (lambda value: value in (0, 1), "give 0 or 1"),
-        "area": (lambda value: float(value) >= 0, "give square pixels, or omit the key"),
-    }
-    for index, entry in enumerate(dicts):
-        wrong = list(_wrong_keys(f"entry {index}", entry, {"annotations": []}, image_keys))
-        yield from wrong
-        if not wrong:
-            for i, annotation in enumerate(entry.get("annotations", ())):
-                where = f"entry {index}, annotation {i}"
-                yield from _wrong_keys(where, annotation, {"iscrowd": 0, "area": 0}, object_keys)
-
-
-def _wrong_keys(
-    where: str,
-    entry: Any,
-    defaults: Mapping[str, Any],
-    keys: Mapping[str, tuple[Callable[[Any], bool], str]],
-) -> Iterator[str]:
-    if not isinstance(entry, Mapping):
-        yield f"{where} is of type {type(entry).__name__}: return a dictionary"
-        return
-    values = {**defaults, **entry}
-    for key, (is_valid, fix) in keys.items():
-        if key not in values:
-            yield f"{where} has no {key!r}: {fix}"
-        elif not _holds(is_valid, values[key]):
-            yield f"{where}: {key!r} is {str(values[key])[:60]!r}: {fix}"
-
-
-def _holds(is_valid: Callable[[Any], bool], value: Any) -> bool:
+def image_ids(names: Sequence[Any]) -> list[int]:
+    """Image ids as integers: what texts such as "000005" say, or else 1, 2, 3 and so on."""
     try:
-        return bool(is_valid(value))
-    except (TypeError, ValueError):
-        return False
+        ids = np.array([int(name) for name in names], dtype=np.int64).tolist()
+    except (TypeError, ValueError, OverflowError):
+        ids = []
+    texts = any(isinstance(name, str) for name in names)
+    if not ids or (texts and len(set(ids)) < len(ids)):  # "5" and "05"
+        return list(range(1, len(names) + 1))
+    return ids
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+def _annotation(
+    row: Mapping[str, Any], classes: int, label: str, problems: Problems
+) -> dict[str, Any]:
+    """An annotation as COCO has it."""
+    values = {key: _plain(row[key]) for key in ("bbox", "area", "iscrowd") if key in row}
+    mode, category = row.get("bbox_mode"), _plain(row.get("category_id"))
+    if mode not in (BoxMode.XYXY_ABS, BoxMode.XYWH_ABS):
+        problems.add("bad mode", f"{label}: {mode!r}")
+    elif mode == BoxMode.XYXY_ABS:
+        try:
+            x0, y0, x1, y1 = map(float, values["bbox"])
+            values["bbox"] = [x0, y0, x1 - x0, y1 - y0]
+        except (KeyError, TypeError, ValueError):
+            pass  # told as a bad box
+    if type(category) is not int or not 0 <= category < classes:
+        problems.add("no class", f"{label}: {category!r}")
+        category = 0
+    return {**values, "category_id": category + 1}
 
 
-def _is_path(value: Any) -> bool:
-    return isinstance(value, str | os.PathLike) and os.fspath(value) != ""
-
-
-def _columns(dicts: Sequence[Mapping[str, Any]], thing_classes: Sequence[str]) -> Columns:
-    file = CocoFile([], [], [CocoCategory(k, str(name)) for k, name in enumerate(thing_classes, 1)])
-    for image, entry in zip(_image_ids([entry["image_id"] for entry in dicts]), dicts, strict=True):
-        path = os.path.abspath(entry["file_name"]).lstrip("/")
-        file.images.append(CocoImage(image, path, int(entry["width"]), int(entry["height"])))
-        for row in entry.get("annotations", ()):
-            box = list(map(float, row["bbox"]))
-            annotation = CocoAnnotation(
-                id=len(file.annotations) + 1,
-                image_id=image,
-                category_id=int(row["category_id"]) + 1,
-                bbox=CocoBox(*BoxMode.convert(box, row["bbox_mode"], BoxMode.XYWH_ABS)),
-                area=row.get("area"),
-                iscrowd=int(row.get("iscrowd", 0)),
-            )
-            file.annotations.append(annotation)
-    return Columns(file)
-
-
-def _image_ids(ids: Sequence[Any]) -> list[int]:
-    """Image ids as integers: Pascal VOC has texts, "000005" or "2007_000027"."""
-    try:
-        return np.array([int(image_id) for image_id in ids], dtype=np.int64).tolist()
-    except (ValueError, OverflowError):
-        return list(range(1, len(ids) + 1))
-
-
-def _fingerprint(columns: Columns) -> str:
-    """A digest of the content, as a file has one."""
-    digest = hashlib.sha256()
-    for value in vars(columns).values():
-        digest.update(value.tobytes() if isinstance(value, np.ndarray) else repr(value).encode())
-    return digest.hexdigest()
+def _plain(value: Any) -> Any:
+    """NumPy's numbers and arrays as Python's."""
+    value = list(value) if isinstance(value, tuple) else value
+    return value.tolist() if isinstance(value, np.generic | np.ndarray) else value

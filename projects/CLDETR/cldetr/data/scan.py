@@ -18,7 +18,13 @@ MAX_PIXELS = 1 << 27  # 134 million: twice what the largest consumer cameras tak
 _EXIF_ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _LISTED = 1000  # bad files named in the message
-_ENDINGS = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+_IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+_LAST_BYTES = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file is an image by its ending; hidden ones are some system's, not the user's."""
+    return name.lower().endswith(_IMAGE_ENDINGS) and not name.startswith(".")
 
 
 def scan_images(data: CocoData) -> None:
@@ -39,6 +45,11 @@ def scan_images(data: CocoData) -> None:
             leave=False,
         )
         problems = [problem for problem in bar if problem is not None]
+    if len(problems) == total > 1 and all("there is no such file" in line for line in problems):
+        raise InputError(
+            f"{data.name}: none of its {total:,} image files is in {data.image_root}, the first, "
+            f"{data.file_names[0]}, for example: check the image folder"
+        )
     if problems:
         raise InputError.listing(
             f"{data.name}: {len(problems)} of {total} image files cannot be used:",
@@ -80,20 +91,38 @@ def check_file(path: str | os.PathLike[str]) -> tuple[str | None, tuple[int, int
             width, height = image.size
             if width * height > MAX_PIXELS:
                 return f"{width}×{height} is more than {MAX_PIXELS:,} pixels", unknown
-            ending = _ENDINGS.get(image.format or "")
+            ending = _LAST_BYTES.get(image.format or "")
             if ending is None:
                 image.load()
             elif ending not in _last_bytes(path):
                 return "the file is truncated", unknown
-            # Pillow decodes a PNG in search of a tag that its header does not have.
-            tagged = image.format != "PNG" or "exif" in image.info
-            if tagged and image.getexif().get(_EXIF_ORIENTATION, 1) in _SIDEWAYS:
-                width, height = height, width
+            return None, _upright_size(image)
     except UnidentifiedImageError:
         return "not a readable image", unknown
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         return f"not a readable image ({error})", unknown
-    return None, (width, height)
+
+
+def read_size(path: str | os.PathLike[str]) -> tuple[int, int] | str:
+    """Width and height of an image after EXIF rotation, from its header; or what is wrong."""
+    try:
+        with Image.open(path) as image:
+            return _upright_size(image)
+    except FileNotFoundError:
+        return "there is no such file"
+    except UnidentifiedImageError:
+        return "not a readable image"
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        return f"not a readable image ({error})"
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    width, height = image.size
+    # Pillow decodes a PNG in search of a tag that its header does not have.
+    tagged = image.format != "PNG" or "exif" in image.info
+    if tagged and image.getexif().get(_EXIF_ORIENTATION, 1) in _SIDEWAYS:
+        return height, width
+    return width, height
 
 
 def _last_bytes(path: str | os.PathLike[str]) -> bytes:

@@ -159,19 +159,19 @@ def _check_categories(columns: Columns, problems: Problems) -> tuple[Category, .
 
 def _check_images(columns: Columns, problems: Problems) -> None:
     ids, names = columns.image_ids, columns.file_names
-    problems.add_rows("image id twice", _repeats(ids), lambda row: f"image {ids[row]}")
+    problems.add_rows("image id twice", _repeats(ids), columns.image_label)
     sides = np.stack([columns.widths, columns.heights])
     problems.add_rows(
         "bad image size",
         np.any((sides <= 0) | (sides > MAX_SIDE), axis=0),
-        lambda row: f"image {ids[row]}: {columns.widths[row]}×{columns.heights[row]}",
+        lambda row: f"{columns.image_label(row)}: {columns.widths[row]}×{columns.heights[row]}",
     )
     every = "\n".join(names)  # one search for all, and for each only where it finds something
     if every.count("\n") >= len(names) or _UNSAFE.search(every):
         problems.add_rows(
             "unsafe file name",
             np.fromiter(map(is_unsafe, names), bool, len(names)),
-            lambda row: f"image {ids[row]}: {names[row][:60]!r}",
+            lambda row: f"{columns.image_label(row)}: {names[row][:60]!r}",
         )
 
 
@@ -189,8 +189,7 @@ def _check_annotations(
             kind,
             wrong,
             lambda row: (
-                f"annotation {columns.object_ids[row]}"
-                + ("" if values is None else f": {what}{values[row]}")
+                columns.object_label(row) + ("" if values is None else f": {what}{values[row]}")
             ),
         )
 

@@ -167,6 +167,12 @@ def _merge_shared(subsets: Sequence[AnnotatedSubset]) -> list[AnnotatedSubset]:
     return merged
 
 
+def whole_subset(data: CocoData, source: str) -> AnnotatedSubset:
+    """All images of a data set with all its categories, as its own labels."""
+    classes = tuple(range(len(data.categories)))
+    return AnnotatedSubset(source, tuple(data.image_ids.tolist()), classes, 0)
+
+
 def evaluation_subset(
     data: CocoData, source: str, categories: Sequence[Category]
 ) -> AnnotatedSubset:
