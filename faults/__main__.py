@@ -25,6 +25,8 @@ CAMPAIGNS = {
     "damage": "artefacts missing, empty, cut off, with flipped bits",
     "disk": "a full disk at each write",
     "coco": "mutated annotation files, judged by an independent checker",
+    "voc": "mutated files of Pascal VOC, judged by an independent checker",
+    "yolo": "mutated files of YOLO, judged by an independent checker",
     "images": "bad image files",
     "malice": "malicious weights, configs, overrides and paths",
     "nan": "NaN in loss, gradient, teacher and weights, on any process",

@@ -211,7 +211,7 @@ def judge(text: bytes, drop: bool) -> tuple[str, dict[str, Any]]:
                 return "refuse", {}
             counts["dropped_bad"] += 1
             continue
-        corners, cut = _clip(box, sizes[image])
+        corners, cut = clip(box, sizes[image])
         if corners is None:
             counts["dropped_empty"] += 1
             continue
@@ -221,7 +221,7 @@ def judge(text: bytes, drop: bool) -> tuple[str, dict[str, Any]]:
     return "use", {"images": set(sizes), "objects": kept, **counts}
 
 
-def _clip(box: list[float], size: tuple[int, int]) -> tuple[list[float] | None, bool]:
+def clip(box: list[float], size: tuple[int, int]) -> tuple[list[float] | None, bool]:
     """The box within its image, or None where nothing of it is; and whether it was cut."""
     x, y, w, h = map(float, box)
     if w == 0 or h == 0:
@@ -292,7 +292,7 @@ def _compare(path: Path, drop: bool, verdict: str, kept: dict[str, Any]) -> str:
         return f"{type(error).__name__}: {error}"
     if verdict != "use":
         return "loaded"
-    return _differs(data, kept)
+    return differs(data, kept)
 
 
 def _badly_told(message: str, path: Path) -> str:
@@ -312,7 +312,8 @@ def _badly_told(message: str, path: Path) -> str:
     return ""
 
 
-def _differs(data: CocoData, kept: dict[str, Any]) -> str:
+def differs(data: CocoData, kept: dict[str, Any]) -> str:
+    """Says where loaded data are not what a checker kept; nothing where they are."""
     if set(data.image_ids.tolist()) != kept["images"]:
         return "other images"
     report = data.report

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-INPUTS = ("coco", "images", "malice", "keys")
+INPUTS = ("coco", "voc", "yolo", "images", "malice", "keys")
 RUNS = (
     *("kill", "save", "term", "damage", "disk", "nan", "order"),
     *("starts", "seams", "ranks"),

@@ -39,8 +39,8 @@ from cldetr.files import sha256_json
 from cldetr.scenario import AnnotatedSubset, Scenario
 
 
-def _read_coco(path: str, image_root: str, **options: Any) -> CocoData:
-    return load_coco(path, image_root, cache_dir=cache_folder(path), **options)
+def _read_coco(path: str, root: str | os.PathLike[str], **options: Any) -> CocoData:
+    return load_coco(path, root, cache_dir=cache_folder(path), **options)
 
 
 _BUILT_IN = " (Detectron2's built-in data sets are below the folder DETECTRON2_DATASETS)"
@@ -73,7 +73,7 @@ def read_dataset(
     if found:
         return _read_coco(f"{path}.json", folder, bad_boxes=bad_boxes, trim=trim)
     if image_root is not None and (reference.endswith(".json") or os.path.isfile(reference)):
-        return _read_coco(reference, os.fspath(image_root), bad_boxes=bad_boxes, trim=trim)
+        return _read_coco(reference, image_root, bad_boxes=bad_boxes, trim=trim)
     if reference.endswith(".json"):
         raise InputError(
             f"{reference} does not name the image folder: write {reference}:IMAGE_FOLDER"

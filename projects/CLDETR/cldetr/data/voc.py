@@ -1,4 +1,4 @@
-"""Pascal VOC: an XML file per image, read together with the lines that messages name.
+"""Pascal VOC: an XML file per image.
 
 `voc:DIR/SPLIT` reads the images listed in DIR/ImageSets/Main/SPLIT.txt, from DIR/Annotations and
 DIR/JPEGImages. `voc:DIR` reads every XML file of DIR/Annotations, or of DIR itself, where
@@ -15,9 +15,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from xml.etree import ElementTree
 from xml.parsers import expat
 
 from cldetr.data.coco import CocoData, data_from_columns
@@ -66,23 +67,18 @@ _SIDES = ("xmin", "ymin", "xmax", "ymax")
 _FLAGS = {"0": 0, "1": 1}
 
 
-@dataclass
-class Element:
-    """An element of an XML file."""
+@dataclass(frozen=True)
+class _XmlFile:
+    """A parsed file, which can tell the lines of its elements."""
 
-    tag: str
-    line: int
-    texts: list[str] = field(default_factory=list)
-    children: list[Element] = field(default_factory=list)
+    name: str
+    content: bytes
+    root: ElementTree.Element
 
-    def named(self, tag: str) -> list[Element]:
-        """The children of a name."""
-        return [child for child in self.children if child.tag == tag]
-
-    @property
-    def text(self) -> str:
-        """The element's own text."""
-        return "".join(self.texts).strip()
+    def where(self, element: ElementTree.Element) -> str:
+        """File and line of an element, for messages: parses the file again."""
+        index = next(i for i, other in enumerate(self.root.iter()) if other is element)
+        return f"{self.name}:{element_lines(self.content)[index]}"
 
 
 def read_voc(path: str, *, bad_boxes: str = "stop", trim: bool = True) -> CocoData:
@@ -152,7 +148,8 @@ class _Reader:
             if is_image_name(entry.name):
                 self.image_files.setdefault(Path(entry.name).stem, []).append(entry.name)
         self.images: list[tuple[CocoImage, str]] = []  # and the XML file
-        self.objects: list[tuple[str, int, CocoBox, int, int]] = []  # name, image, box, crowd, line
+        # Name, box, crowd, index of the image, and index among the objects of its XML file.
+        self.objects: list[tuple[str, CocoBox, int, int, int]] = []
         self.unreadable: dict[int, str] = {}
 
     def stems(self) -> list[str]:
@@ -170,7 +167,7 @@ class _Reader:
                 )
             return stems
         try:
-            lines = listing.read_text(encoding="utf-8-sig").splitlines()
+            lines = listing.read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"{listing} cannot be read as text ({error}): fix it") from None
         first: dict[str, int] = {}
@@ -194,48 +191,56 @@ class _Reader:
 
     def read(self, image: int, stem: str) -> None:
         """Reads the XML file of an image."""
-        file = f"{stem}.xml"
         try:
-            with open(self.layout.annotations / file, "rb") as stream:
-                root = parse_xml(stream.read())
+            xml = self._parse(f"{stem}.xml")
         except FileNotFoundError:
-            self.problems.add("no XML", file)
+            self.problems.add("no XML", f"{stem}.xml")
+            return
+        except ElementTree.ParseError as error:
+            self.problems.add("bad XML", f"{stem}.xml:{error.position[0]}: {error}")
             return
         except (expat.ExpatError, ValueError, OSError) as error:
-            self.problems.add("bad XML", f"{file}:{getattr(error, 'lineno', 1)}: {error}")
+            self.problems.add("bad XML", f"{stem}.xml:{getattr(error, 'lineno', 1)}: {error}")
             return
-        if root.tag != "annotation":
-            self.problems.add("bad XML", f"{file}:{root.line}: <{root.tag}> is not <annotation>")
+        if xml.root.tag != "annotation":
+            where = xml.where(xml.root)
+            self.problems.add("bad XML", f"{where}: <{xml.root.tag}> is not <annotation>")
             return
-        file_name = self._image_file(stem, root)
-        width, height = self._size(root, file, file_name)
+        file_name = self._image_file(stem, xml.root)
+        width, height = self._size(xml, file_name)
         if file_name and width:
-            self.images.append((CocoImage(image, file_name, width, height), file))
-            for element in root.named("object"):
-                self._object(element, image, file)
+            self.images.append((CocoImage(image, file_name, width, height), xml.name))
+            for index, element in enumerate(xml.root.findall("object")):
+                self._object(xml, element, (len(self.images) - 1, index))
 
-    def _image_file(self, stem: str, root: Element) -> str | None:
+    def _parse(self, name: str) -> _XmlFile:
+        with open(os.path.join(self.layout.annotations, name), "rb") as stream:
+            content = stream.read()
+        return _XmlFile(name, content, parse_xml(content))
+
+    def _image_file(self, stem: str, root: ElementTree.Element) -> str | None:
         """The image with the name of the XML file, or else the one that this names."""
         files = self.image_files.get(stem, [])
         if len(files) != 1:
-            stated = [os.path.basename(element.text) for element in root.named("filename")]
+            stated = [os.path.basename(_text(element)) for element in root.findall("filename")]
             files = [name for name in stated if name in self.image_files.get(Path(name).stem, [])]
         if len(files) == 1:
             return files[0]
         self.problems.add("no image", f"of {stem}.xml in {self.layout.images}")
         return None
 
-    def _size(self, root: Element, file: str, file_name: str | None) -> tuple[int, int]:
+    def _size(self, xml: _XmlFile, file_name: str | None) -> tuple[int, int]:
         """Width and height; from the image where the XML file has none or 0; 0 if unknown."""
         sides = []
         for tag in ("width", "height"):
-            found = [side for size in root.named("size") for side in size.named(tag)]
+            found = xml.root.findall(f"size/{tag}")
             for number, side in enumerate(found):
-                if number or not parse_number(side.text).is_integer() or side.text.startswith("-"):
-                    where = f"{file}:{side.line}: {tag} is {side.text[:40]!r}"
+                text = _text(side)
+                if number or not parse_number(text).is_integer() or text.startswith("-"):
+                    where = f"{xml.where(side)}: {tag} is {text[:40]!r}"
                     self.problems.add("bad size", where + " the second time" * bool(number))
                     return 0, 0
-            sides.append(int(parse_number(found[0].text)) if found else 0)
+            sides.append(int(parse_number(_text(found[0]))) if found else 0)
         if all(sides) or file_name is None:
             return sides[0], sides[1]
         size = read_size(self.layout.images / file_name)
@@ -244,37 +249,47 @@ class _Reader:
             return 0, 0
         return size
 
-    def _object(self, element: Element, image: int, file: str) -> None:
-        name = self._only(element, "name", file)
-        box = self._only(element, "bndbox", file)
-        if name is None or box is None:
+    def _object(self, xml: _XmlFile, element: ElementTree.Element, origin: tuple[int, int]) -> None:
+        parts = self._children(xml, element, ("name", "bndbox"), ("difficult",))
+        sides = parts and self._children(xml, parts["bndbox"], _SIDES)
+        if not parts or not sides:
             return
-        if not name.text:
-            self.problems.add("no element", f"{file}:{name.line}: name")
+        name, texts = _text(parts["name"]), [_text(sides[tag]) for tag in _SIDES]
+        crowd = _FLAGS.get(_text(parts["difficult"])) if "difficult" in parts else 0
+        if not name:
+            self.problems.add("no element", f"{xml.where(parts['name'])}: name is empty")
+        if crowd is None:
+            self.problems.add("bad difficult flag", xml.where(parts["difficult"]))
+        if not name or crowd is None:
             return
-        sides = [self._only(box, tag, file) for tag in _SIDES]
-        if any(side is None for side in sides):
-            return
-        texts = [side.text for side in sides if side is not None]
         x0, y0, x1, y1 = map(parse_number, texts)
-        flags = element.named("difficult")
-        crowd = _FLAGS.get(flags[0].text) if flags else 0
-        if crowd is None or len(flags) > 1:
-            self.problems.add("bad difficult flag", f"{file}:{flags[-1].line}")
-            return
         if not math.isfinite(x0 + y0 + x1 + y1):
             pairs = zip(_SIDES, texts, strict=True)
             self.unreadable[len(self.objects)] = ", ".join(f"{s} {t[:20]!r}" for s, t in pairs)
-        coco_box = CocoBox(x0 - 1, y0 - 1, x1 - x0 + 1, y1 - y0 + 1)
-        self.objects.append((name.text, image, coco_box, crowd, box.line))
+        box = CocoBox(x0 - 1, y0 - 1, x1 - x0 + 1, y1 - y0 + 1)
+        self.objects.append((name, box, crowd, *origin))
 
-    def _only(self, element: Element, tag: str, file: str) -> Element | None:
-        found = element.named(tag)
-        if len(found) == 1:
-            return found[0]
-        how = "twice" if found else "missing"
-        self.problems.add("no element", f"{file}:{element.line}: {tag} is {how}")
-        return None
+    def _children(
+        self,
+        xml: _XmlFile,
+        element: ElementTree.Element,
+        needed: Sequence[str],
+        optional: Sequence[str] = (),
+    ) -> dict[str, ElementTree.Element] | None:
+        """An element's children by their tags; None where a needed one is missing or repeated."""
+        found = {child.tag: child for child in element}
+        wrong = [f"{tag} is missing" for tag in needed if tag not in found]
+        if len(found) < len(element):
+            tags = [child.tag for child in element]
+            wrong += [f"{tag} is repeated" for tag in (*needed, *optional) if tags.count(tag) > 1]
+        for what in wrong:
+            self.problems.add("no element", f"{xml.where(element)}: {what}")
+        return None if wrong else found
+
+    def _object_label(self, row: int) -> str:
+        *_, image, index = self.objects[row]
+        xml = self._parse(self.images[image][1])
+        return xml.where(xml.root.findall("object")[index].findall("bndbox")[0])
 
     def columns(self) -> Columns:
         """What was read. Categories are sorted by name: VOC's own order."""
@@ -288,18 +303,12 @@ class _Reader:
         file = CocoFile(
             [image for image, _ in self.images],
             [
-                CocoAnnotation(n, image, ids[name], box, iscrowd=crowd)
-                for n, (name, image, box, crowd, _) in enumerate(self.objects, start=1)
+                CocoAnnotation(n, self.images[index][0].id, ids[name], box, iscrowd=crowd)
+                for n, (name, box, crowd, index, _) in enumerate(self.objects, start=1)
             ],
             [CocoCategory(number, name) for name, number in ids.items()],
         )
-        files: Mapping[int, str] = {image.id: file for image, file in self.images}
-        return Columns(
-            file,
-            self.unreadable,
-            lambda row: self.images[row][1],
-            lambda row: f"{files[self.objects[row][1]]}:{self.objects[row][4]}",
-        )
+        return Columns(file, self.unreadable, lambda row: self.images[row][1], self._object_label)
 
 
 def check_spellings(names: Sequence[str], problems: Problems) -> None:
@@ -319,28 +328,31 @@ def parse_number(text: str) -> float:
         return math.nan
 
 
-def parse_xml(content: bytes) -> Element:
-    """Parses XML into elements with their lines.
+def parse_xml(content: bytes) -> ElementTree.Element:
+    """Parses XML without a document type.
 
-    A document type is refused: it is where entities are declared that expand to gigabytes or to
-    the content of other files, and VOC has none.
+    That is where entities are declared that expand to gigabytes or to the content of other files,
+    and VOC has none. In an encoding that hides the word there are zero bytes.
     """
-    parser = expat.ParserCreate()
-    parser.buffer_text = True
-    top = Element("", 0)
-    stack = [top]
+    if b"<!DOCTYPE" in content or b"\0" in content:
+        element_lines(content)
+    return ElementTree.fromstring(content)
 
-    def start(tag: str, attributes: Mapping[str, str]) -> None:
-        element = Element(tag, parser.CurrentLineNumber)
-        stack[-1].children.append(element)
-        stack.append(element)
+
+def element_lines(content: bytes) -> list[int]:
+    """The line of every element, in the order of the file; refuses a document type."""
+    parser = expat.ParserCreate()
+    lines: list[int] = []
 
     def refuse(*_: object) -> None:
         raise ValueError("it declares a document type (DOCTYPE), which is not read")
 
-    parser.StartElementHandler = start
-    parser.EndElementHandler = lambda tag: stack.pop()
-    parser.CharacterDataHandler = lambda text: stack[-1].texts.append(text)
+    parser.StartElementHandler = lambda tag, _: lines.append(parser.CurrentLineNumber)
     parser.StartDoctypeDeclHandler = refuse
     parser.Parse(content, True)
-    return top.children[0]
+    return lines
+
+
+def _text(element: ElementTree.Element) -> str:
+    """An element's text; none where other elements are among it."""
+    return "" if len(element) else (element.text or "").strip()

@@ -134,9 +134,11 @@ def _class_names(settings: Mapping[str, Any], file: str) -> list[str]:
         names = [names[key] for key in sorted(keys, key=int)]
     if not isinstance(names, list) or not names:
         raise InputError(f"{file}: names is {names!r}: list the class names, names: [cat, dog]")
-    wrong = [name for name in names if isinstance(name, list | dict | type(None))]
-    if wrong:
-        raise InputError(f"{file}: names has {wrong[0]!r}, which is no name: fix it")
+    for name in names:
+        # YAML reads a bare `no` as false. UTF-8 cannot hold half a surrogate pair.
+        is_text = isinstance(name, str) and name.encode("utf-8", "replace").decode() == name
+        if not is_text and type(name) not in (int, float):
+            raise InputError(f"{file}: names has {name!r}, which is no text: put it in quotes")
     if "nc" in settings and settings["nc"] != len(names):
         raise InputError(
             f"{file}: nc is {settings['nc']!r}, but names has {len(names)} entries: correct one"
@@ -198,7 +200,7 @@ def _text(value: Any, file: Path, key: str) -> str:
 def _listed(path: Path) -> list[tuple[str, str]]:
     """The paths in a text file, each with its line for messages."""
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path} cannot be read as text ({error}): fix it") from None
     return [
@@ -240,7 +242,7 @@ class _Reader:
             return
         try:
             with open(file, encoding="utf-8-sig") as stream:
-                lines = stream.read().splitlines()
+                lines = stream.read().split("\n")  # as editors count them
         except (OSError, UnicodeDecodeError) as error:
             self.problems.add("no text", f"{file}: {error}")
             return
