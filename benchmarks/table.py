@@ -190,6 +190,16 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        "formats",
+        "formats.py",
+        (),
+        ("--images", "500", "--repeats", "1"),
+        (
+            Row("reading 20,000 images of Pascal VOC", last("seconds", "voc"), "s", 5, True),
+            Row("reading 20,000 images of YOLO", last("seconds", "yolo"), "s", 5, True),
+        ),
+    ),
+    Benchmark(
         "evaluation",
         "evaluation.py",
         (),

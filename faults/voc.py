@@ -36,8 +36,10 @@ LINES = (
     *("", "000005", "000005 1", "000012  -1", "000100 0", "000007", "../000005", "000005.xml"),
     *("0000\x0105", "000005 2", "\ufeff000005"),
 )
-TAGS = ("xmin", "ymin", "xmax", "ymax", "name", "difficult", "width", "height")
-TAGS += ("size", "object", "bndbox", "annotation", "part")
+TAGS = (
+    *("xmin", "ymin", "xmax", "ymax", "name", "difficult", "width", "height"),
+    *("size", "object", "bndbox", "annotation", "part"),
+)
 
 
 def run(options: Options) -> Tally:
@@ -168,7 +170,7 @@ def _read_one(content: bytes) -> tuple[tuple[int, int], list[tuple[str, list[str
     except (ExpatError, ValueError, LookupError):
         return None
     root = document.documentElement
-    if document.doctype is not None or root.tagName != "annotation":
+    if root is None or document.doctype is not None or root.tagName != "annotation":
         return None
     size = []
     for tag, true in zip(("width", "height"), SIZE, strict=True):

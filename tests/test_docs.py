@@ -159,7 +159,8 @@ def tool_problem(words, complete):
     if name not in cli.COMMANDS:
         return None if name.startswith("-") or name.isupper() else f"no command cldetr {name}"
     parser = argparse.ArgumentParser(prog=f"cldetr {name}")
-    importlib.import_module(f"cldetr.commands.{name}").add_arguments(parser)
+    module = name.replace("-", "_")
+    importlib.import_module(f"cldetr.commands.{module}").add_arguments(parser)
     if not complete:
         for action in parser._actions:
             action.required = False
@@ -432,6 +433,8 @@ def folder(tiny_run, tmp_path, monkeypatch):
     (tmp_path / "IMAGES").symlink_to(shapes / "images/val")
     (tmp_path / "instances.json").symlink_to(shapes / "annotations/instances_val.json")
     Image.new("RGB", (64, 64), "gray").save(tmp_path / "photo.png")
+    (tmp_path / "data.yaml").write_text("train: .\nnames: [cat]\n")
+    (tmp_path / "photo.txt").write_text("0 0.5 0.5 0.25 0.25\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -457,7 +460,9 @@ def test_the_python_of_the_prediction_page_runs(folder):
     assert len(space["classes"]) == 4
 
 
-@pytest.mark.parametrize("command", ["configs", "exemplars", "predict", "report", "pictures"])
+@pytest.mark.parametrize(
+    "command", ["configs", "exemplars", "convert-data", "predict", "report", "pictures"]
+)
 def test_a_command_of_the_readme_runs(command, folder, capsys):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (line,) = re.findall(rf"\| `(cldetr {command}[^`]*)` \|", text)
