@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from cldetr.errors import InputError
 from cldetr.files import atomic_path, sha256_file
+from cldetr.modeling.huggingface import folder_of, folder_state
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,13 @@ def save_state(path: Path, state: Mapping[str, Any]) -> str:
 
 
 def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Reads a `.pth` or `.pkl` file of tensors and plain data; code in it is refused."""
+    """Reads a `.pth` or `.pkl` file of tensors and plain data; code in it is refused.
+
+    A folder of Hugging Face transformers, or a name on their hub, is read as such a file.
+    """
+    folder = folder_of(os.fspath(path))
+    if folder is not None:
+        return folder_state(folder)
     path = Path(path)
     if not path.is_file():
         raise InputError(f"there is no checkpoint at {path}")

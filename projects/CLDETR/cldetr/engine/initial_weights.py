@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from detectron2.config import CfgNode
 from detectron2.utils.file_io import PathManager
 from torch import Tensor
 from torchvision.models import get_weight
 
 from cldetr.engine.checkpoint import load_into, load_state
 from cldetr.errors import InputError
+from cldetr.files import sha256_file, sha256_json
 from cldetr.modeling.detector import Detector
+from cldetr.modeling.huggingface import describe_source, folder_of, weight_files
 from cldetr.scenario import Scenario
 
 logger = logging.getLogger(__name__)
@@ -49,6 +52,7 @@ def initialise(detector: Detector, weights: str) -> None:
             such as MobileNet_V3_Large_Weights.IMAGENET1K_V2. Empty: from scratch.
     """
     if not weights:
+        detector.load_pretrained()
         return
     check_weights(weights)
     try:
@@ -70,12 +74,32 @@ def initialise(detector: Detector, weights: str) -> None:
         logger.info("started from the detector %s", weights)
         return
     own = detector.backbone.state_dict()
+    if not own:
+        raise InputError(
+            f"{weights} does not hold the weights of a {type(detector).__name__}: give a model.pth "
+            "of a run with it, or none"
+        )
     found = {key.removeprefix("backbone."): value for key, value in found.items()}
     load_into(detector.backbone, {key: found[key] for key in own if key in found}, weights)
     unused = sorted(key for key in found if key not in own)
     logger.info(
         "started from the backbone %s%s", weights, f"; unused: {', '.join(unused)}" * bool(unused)
     )
+
+
+def describe_architecture(cfg: CfgNode) -> None:
+    """Fills in MODEL.HUGGINGFACE.CONFIG, so that a run's weights do not need the folder."""
+    keys = cfg.MODEL.HUGGINGFACE
+    if cfg.MODEL.META_ARCHITECTURE == "HuggingFaceDetector" and not keys.CONFIG:
+        keys.CONFIG = describe_source(keys.NAME or cfg.MODEL.DETECTOR)
+
+
+def digest_of(path: str) -> str:
+    """The SHA-256 of a weights file, or of the weights in a folder of Hugging Face's."""
+    folder = folder_of(path)
+    if folder is None:
+        return sha256_file(path)
+    return sha256_json([sha256_file(file) for file in weight_files(folder)])
 
 
 def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> None:
@@ -119,18 +143,10 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
             fitted[key] = value.clone()
             fitted[key][labels] = found[key][sources].to(value)
             fitted[key][len(scenario.categories) :] = found[key][len(rows) :].to(value)
-            if key.startswith(_proposal_head(detector)):  # its row 0 means any object
+            if key in detector.proposal_parameters():  # its row 0 means any object
                 fitted[key][0] = found[key][0].to(value[0])
     load_into(detector, fitted, path)
     logger.info("phase 1 is the trained detector %s (%d categories)", path, len(wanted))
-
-
-def _proposal_head(detector: Detector) -> tuple[str, ...]:
-    """How the names of a two-stage detector's class head of proposals begin; nothing of others."""
-    two_stage = getattr(getattr(detector, "transformer", None), "two_stage", False)
-    return tuple(
-        f"{name.rpartition('.')[0]}." for name in detector.class_parameters()[-1:] * two_stage
-    )
 
 
 def _tensors(state: Mapping[str, Any], detector: Detector) -> dict[str, Tensor]:

@@ -31,6 +31,7 @@ from cldetr.files import sha256_json
 from cldetr.methods.learner import Learner
 from cldetr.methods.method import Method
 from cldetr.modeling.detector import Detector
+from cldetr.modeling.huggingface import folder_of
 from cldetr.scenario import Scenario
 
 _TEST_SIDE = 256  # a CPU is timed on images of this size
@@ -148,7 +149,7 @@ def make_plan(
     detector = _note_problem(plan, build_model, cfg)
     if detector is None:
         return plan
-    if cfg.MODEL.DETECTOR and Path(cfg.MODEL.DETECTOR).is_file():
+    if cfg.MODEL.DETECTOR and Path(cfg.MODEL.DETECTOR).exists():
         _note_problem(plan, load_trained_detector, detector, cfg.MODEL.DETECTOR, data.scenario)
     weights, trained = _sizes(detector)
     plan.disk = len(plan.stages) * weights + KEPT * (weights + 2 * trained)
@@ -265,7 +266,7 @@ def _check_directory(cfg: CfgNode) -> None:
 def _check_files(cfg: CfgNode) -> None:
     """Refuses weights that are not there."""
     if cfg.MODEL.DETECTOR:
-        if not Path(cfg.MODEL.DETECTOR).is_file():
+        if not Path(cfg.MODEL.DETECTOR).exists() and folder_of(cfg.MODEL.DETECTOR) is None:
             raise InputError(f"there is no file {cfg.MODEL.DETECTOR}: set MODEL.DETECTOR")
         return
     check_weights(cfg.MODEL.WEIGHTS)

@@ -134,6 +134,8 @@ def config_of_weights(meta: Mapping[str, Any], path: str | os.PathLike[str]) -> 
         keys = {f"MODEL.{key}": value for key, value in meta["settings"].items()}
         if keys.get("MODEL.META_ARCHITECTURE") == "DETR":
             keys["MODEL.DETR.ONE_CLASS_PER_QUERY"] = True
+        if keys.get("MODEL.META_ARCHITECTURE") == "HuggingFaceDetector":
+            keys |= {"INPUT.MIN_SIZE_TRAIN": [0], "INPUT.MIN_SIZE_TEST": 0}  # the processor's
         merge_keys(cfg, _OFFICIAL | keys, str(path))
         return cfg
     raise InputError(

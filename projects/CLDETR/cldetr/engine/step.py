@@ -172,13 +172,16 @@ def build_optimizer(cfg: CfgNode, model: nn.Module) -> torch.optim.AdamW:
     WEIGHT_DECAY_BIAS and BIAS_LR_FACTOR mean what they mean in Detectron2.
     """
     solver = cfg.SOLVER
+    backbone = getattr(model, "backbone_prefix", "backbone.")
+    seen: set[nn.Parameter] = set()
     groups: dict[tuple[int, float, float], dict[str, Any]] = {}
     for prefix, module in model.named_modules():
         for name, parameter in module.named_parameters(prefix, recurse=False):
-            if not parameter.requires_grad:
+            if not parameter.requires_grad or parameter in seen:  # modules may share parameters
                 continue
+            seen.add(parameter)
             kind, multiplier = 0, 1.0
-            if name.startswith("backbone."):
+            if name.startswith(backbone):
                 kind, multiplier = 1, solver.BACKBONE_MULTIPLIER
             for text, factor in solver.LR_MULTIPLIERS:
                 if kind != 1 and text in name:

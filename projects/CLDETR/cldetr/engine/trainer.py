@@ -33,7 +33,12 @@ from cldetr.engine.checkpoint import (
 from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.evaluate import evaluate, run_evaluator, write_summary
 from cldetr.engine.hooks import CheckpointHook, SnapshotHook, finite_weights
-from cldetr.engine.initial_weights import initialise, load_trained_detector
+from cldetr.engine.initial_weights import (
+    describe_architecture,
+    digest_of,
+    initialise,
+    load_trained_detector,
+)
 from cldetr.engine.ledger import Ledger
 from cldetr.engine.ranks import (
     Interrupted,
@@ -106,6 +111,7 @@ class IncrementalTrainer(TrainerBase):
         watched, read = watch_keys(self.run_cfg)
         self.detector = self.build_model(watched)
         check_model_keys(self.run_cfg, read)
+        self.method.check(self.detector)
         self.phase, self.stage = 1, "train"
         self._begun = False
         self._offset = 0  # training steps of the stages that are done
@@ -545,7 +551,7 @@ class IncrementalTrainer(TrainerBase):
         if not self._finished(phase, "train"):
             path = self.run_cfg.MODEL.DETECTOR
             load_trained_detector(self.detector, path, self.data.scenario)
-            inputs, facts = {"detector": sha256_file(path)}, {"steps": 0, "given": path}
+            inputs, facts = {"detector": digest_of(path)}, {"steps": 0, "given": path}
             from_rank0(lambda: self._save(phase, "train", inputs, facts))
         self._load(self.ledger.folder(phase, "train") / "model.pth")
 
@@ -600,6 +606,7 @@ def _resolve(cfg: CfgNode, num_classes: int) -> CfgNode:
             "remove the key, it follows from the data"
         )
     own.MODEL.DETR.NUM_CLASSES = num_classes
+    describe_architecture(own)
     own.MODEL.DEVICE = usable_device(own.MODEL.DEVICE)
     own.freeze()
     return own

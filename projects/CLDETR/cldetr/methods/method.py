@@ -9,6 +9,7 @@ from cldetr.errors import InputError
 from cldetr.methods.distill import DistillRule
 from cldetr.methods.matching import MatcherRule
 from cldetr.methods.pseudo import PseudoRule
+from cldetr.modeling.detector import Detector
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,34 @@ class Method:
             raise InputError("joint training sees all data: it takes no old model and no memory")
         if self.reveal_old and (self.needs_teacher or self.joint):
             raise InputError("true old labels take the place of the old model's: choose one")
+
+    def check(self, detector: Detector) -> None:
+        """Refuses, before anything is trained, what a detector cannot do."""
+        name, problems = type(detector).__name__, []
+        if self.distill is not None and not detector.fixed_queries:
+            problems.append(
+                "METHOD.DISTILL compares query j of the old model with query j of the new one, "
+                f"but the queries of this {name} depend on the image, so that they have nothing to "
+                "do with each other: distil by pseudo-labels, METHOD.PSEUDO "
+                "(configs/method/dkd.yaml)"
+            )
+        complete = self.calibrate.complete if self.calibrate is not None else None
+        rules = {"METHOD.PSEUDO": self.pseudo, "METHOD.CALIBRATE.COMPLETE": complete}
+        for key, rule in rules.items():
+            if rule is not None and rule.soft and not detector.takes_soft_labels:
+                problems.append(
+                    f"{key}.SOFT labels with distributions over the classes, but the model's own "
+                    f"loss takes one class per box: set {key}.SOFT to False, or "
+                    "MODEL.HUGGINGFACE.LOSS to ours"
+                )
+        if self.unseen == "mask" and not detector.takes_class_mask:
+            problems.append(
+                "METHOD.UNSEEN mask excludes classes of later phases from the loss, which the "
+                "model's own loss cannot: set METHOD.UNSEEN to negative, or "
+                "MODEL.HUGGINGFACE.LOSS to ours"
+            )
+        if problems:
+            raise InputError.listing(f"{name} cannot be trained with this method:", problems)
 
     @property
     def needs_teacher(self) -> bool:

@@ -57,6 +57,20 @@ def add_model_config(cfg: CfgNode) -> None:
     detr.COST.BOX = 5.0
     detr.COST.GIOU = 2.0
 
+    # HuggingFaceDetector only.
+    cfg.MODEL.HUGGINGFACE = CfgNode()
+    hugging = cfg.MODEL.HUGGINGFACE
+    hugging.NAME = ""  # a folder that save_pretrained wrote, or a name on the hub
+    # Start from its weights, but for the rows of the classes; False: at random.
+    hugging.PRETRAINED = True
+    # "ours": L_DETR, which every method can use; "native": the model's own loss on hard labels.
+    hugging.LOSS = "ours"
+    hugging.FREEZE_BATCH_NORM = False  # keep the statistics and weights of batch normalisation
+    hugging.ALLOW_PICKLE = False  # load a pickle where there are no safetensors
+    # The settings of the model and its image processor, as JSON. A run fills it in from NAME, and
+    # its weights need the folder no more.
+    hugging.CONFIG = ""
+
     # build_small_resnet_backbone: channels of res2, res3, res4, res5.
     cfg.MODEL.SMALL_RESNET = CfgNode()
     cfg.MODEL.SMALL_RESNET.CHANNELS = [32, 64, 96, 128]

@@ -55,6 +55,7 @@ class DeformableDETR(Detector):
             )
         self.transformer = transformer
         self.num_queries = num_queries
+        self.fixed_queries = not transformer.two_stage
         self.box_refine = box_refine
         outputs = self.backbone.output_shape()
         self.strides = [outputs[name].stride for name in self.in_features]
@@ -123,6 +124,10 @@ class DeformableDETR(Detector):
         """Class probabilities of logits, (…, K): independent sigmoids."""
         scores = logits.sigmoid()
         return scores * self.visible_classes.to(scores)
+
+    def proposal_parameters(self) -> list[str]:
+        """Those of a two-stage detector's proposals, whose row 0 means any object."""
+        return self.class_parameters()[-2:] if self.transformer.two_stage else []
 
     def background(self, logits: Tensor) -> None:
         """A sigmoid head has no background class."""

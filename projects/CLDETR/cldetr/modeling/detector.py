@@ -48,6 +48,11 @@ class Detector(nn.Module):
     # What a weights file may lack: files of detectors that were not trained in phases do.
     optional_keys = ("visible_classes",)
     _folds = False  # whether the backbone's frozen norms are computed with its convolutions
+    backbone_prefix = "backbone."  # how the names of the backbone's parameters begin
+    # What a method may need; `Method.check` refuses one that needs what a detector does not have.
+    fixed_queries = True  # query j means the same on every image
+    takes_class_mask = True  # `losses` can exclude classes
+    takes_soft_labels = True
 
     def __init__(
         self,
@@ -186,7 +191,7 @@ class Detector(nn.Module):
         output = self.predict(images)
         if not is_finite(output):
             self.criterion.normaliser(targets, output.logits.device)  # other processes wait in it
-            return _nan_losses(output), None
+            return nan_losses(output), None
         return self.criterion(output, targets, class_mask=class_mask), output
 
     def match(
@@ -202,6 +207,13 @@ class Detector(nn.Module):
         head of a trained detector is fitted to the classes of a scenario.
         """
         return [name for name in self.state_dict() if name.startswith("class_embed.")]
+
+    def proposal_parameters(self) -> list[str]:
+        """Those of a two-stage detector's proposals, whose row 0 means any object."""
+        return []
+
+    def load_pretrained(self) -> None:
+        """Loads the weights that a detector brings with it, where MODEL.WEIGHTS names none."""
 
     def predict(self, images: ImageBatch) -> DetrOutput:
         """Predicts logits and boxes with all decoder layers."""
@@ -291,7 +303,7 @@ def is_finite(output: DetrOutput) -> bool:
     return bool(torch.isfinite(output.logits).all() & torch.isfinite(output.boxes).all())
 
 
-def _nan_losses(output: DetrOutput) -> dict[str, Tensor]:
+def nan_losses(output: DetrOutput) -> dict[str, Tensor]:
     """A loss that is not a number and depends on every weight.
 
     The trainer skips a step whose gradients are not finite. Going through the backward pass lets
@@ -317,21 +329,25 @@ def transformer_arguments(cfg: CfgNode) -> dict[str, Any]:
     }
 
 
-def shared_arguments(cfg: CfgNode, classification: Classification) -> dict[str, Any]:
-    """Reads from the config what `Detector` takes, for the `from_config` of its subclasses."""
+def make_criterion(cfg: CfgNode, classification: Classification) -> SetCriterion:
+    """Builds the losses and the matching that MODEL.DETR describes."""
     detr = cfg.MODEL.DETR
-    matcher = Matcher(classification, detr.COST.CLASS, detr.COST.BOX, detr.COST.GIOU)
-    criterion = SetCriterion(
-        matcher=matcher,
+    return SetCriterion(
+        matcher=Matcher(classification, detr.COST.CLASS, detr.COST.BOX, detr.COST.GIOU),
         class_weight=detr.LOSS.CLASS_WEIGHT,
         box_weight=detr.LOSS.BOX_WEIGHT,
         giou_weight=detr.LOSS.GIOU_WEIGHT,
         aux_loss=detr.LOSS.AUX,
     )
+
+
+def shared_arguments(cfg: CfgNode, classification: Classification) -> dict[str, Any]:
+    """Reads from the config what `Detector` takes, for the `from_config` of its subclasses."""
+    detr = cfg.MODEL.DETR
     return {
         "backbone": build_backbone(cfg),
         "in_features": detr.IN_FEATURES,
-        "criterion": criterion,
+        "criterion": make_criterion(cfg, classification),
         "num_classes": detr.NUM_CLASSES,
         "pixel_mean": cfg.MODEL.PIXEL_MEAN,
         "pixel_std": cfg.MODEL.PIXEL_STD,

@@ -1,0 +1,709 @@
+"""Detectors of Hugging Face transformers behind the seam of `Detector`.
+
+One adapter serves all set predictors of `AutoModelForObjectDetection`: whatever the architecture,
+its forward pass ends in a call of the model's loss function, which gets the predictions of all
+layers. The adapter takes them there.
+
+Nothing of a hub is executed: `trust_remote_code` is never set, and weights are safetensors.
+
+Shape shorthand: L layers, B images, Q queries, G groups of queries, K classes, C head outputs.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import tempfile
+import types
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from detectron2.config import CfgNode, configurable
+from detectron2.modeling import META_ARCH_REGISTRY
+from detectron2.utils.events import get_event_storage, has_event_storage
+from torch import Tensor, nn
+
+from cldetr.errors import InputError
+from cldetr.layers.ms_deform_attn import ms_deform_attn
+from cldetr.modeling.classification import Classification, SigmoidFocal, SoftmaxCE, mask_logits
+from cldetr.modeling.detector import Detector, is_finite, make_criterion, nan_losses
+from cldetr.modeling.structures import DetrOutput, ImageBatch, Target
+
+# Set predictors by transformers' name of the model: whether the class head is a softmax with a row
+# for no-object, and whether query j means the same on every image.
+SET_PREDICTORS = {
+    "deformable_detr": (False, True),  # without its two stages
+    "detr": (True, True),
+    "conditional_detr": (False, True),
+    "dab-detr": (False, True),
+    "table-transformer": (True, True),
+    "yolos": (True, True),
+    "rt_detr": (False, False),
+    "rt_detr_v2": (False, False),
+    "d_fine": (False, False),
+    "deimv2": (False, False),
+    "rf_detr": (False, False),
+    "lw_detr": (False, False),
+}
+UNNAMED = ("N/A", "")  # labels of rows that stand for no category, as in COCO's 91 ids
+_CLASS_ROWS = re.compile(
+    r"\b(class_embed|enc_score_head|enc_out_class_embed|denoising_class_embed|"
+    r"class_labels_classifier(\.layers\.2)?)(\.\d+)?\.(weight|bias)$"
+)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.SyncBatchNorm)
+_LOSSES = ("ours", "native")
+
+
+@META_ARCH_REGISTRY.register()
+class HuggingFaceDetector(Detector):
+    """A detector of `AutoModelForObjectDetection` with its image processor."""
+
+    backbone_prefix = "model.model.backbone."
+
+    @configurable
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        processor: Any,
+        criterion: nn.Module,
+        native_loss: bool = False,
+        resize: bool = True,
+        freeze_batch_norm: bool = False,
+        source: str = "",
+        allow_pickle: bool = False,
+        detections_per_image: int = 100,
+    ) -> None:
+        """Sets up the detector.
+
+        Args:
+            model: of transformers, with K labels.
+            processor: its image processor.
+            criterion: our losses.
+            native_loss: train with the model's own loss and not with `criterion`.
+            resize: images come as they are, and the processor resizes them. Else they come in the
+                size that the model shall see.
+            freeze_batch_norm: keep statistics, weights and biases of batch normalisation.
+            source: folder or name of the pretrained weights; empty for none.
+            allow_pickle: load them from a pickle where there are no safetensors.
+            detections_per_image: at most this many results per image.
+        """
+        config: Any = model.config
+        softmax, self.fixed_queries = SET_PREDICTORS[config.model_type]
+        mean, std = _normalisation(processor)
+        super().__init__(
+            backbone=nn.Identity(),  # the model has its own
+            in_features=(),
+            criterion=criterion,
+            num_classes=config.num_labels,
+            pixel_mean=mean,
+            pixel_std=std,
+            detections_per_image=detections_per_image,
+            one_class_per_query=softmax,
+        )
+        self.model, self.processor = model, processor
+        self.softmax = softmax
+        self.two_stage = bool(getattr(config, "two_stage", False))  # Deformable DETR's
+        self.fixed_queries = self.fixed_queries and not self.two_stage
+        self.native_loss = native_loss
+        self.takes_class_mask = self.takes_soft_labels = not native_loss
+        self.resize = resize
+        self.freeze_batch_norm = freeze_batch_norm
+        self.source, self.allow_pickle = source, allow_pickle
+        self.num_queries = _num_queries(config)
+        self._takes_mask = "pixel_mask" in inspect.signature(model.forward).parameters
+        # What no loss reaches. Without the model's own, no label reaches their embedding either.
+        idle = ("mask_token",) if native_loss else ("mask_token", "denoising_class_embed")
+        for name, parameter in model.named_parameters():
+            if any(word in name for word in idle):
+                parameter.requires_grad_(False)
+        if freeze_batch_norm:
+            for layer in self._batch_norms():
+                layer.requires_grad_(False)
+        use_our_operator(model)
+
+    @classmethod
+    def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
+        """Reads MODEL.HUGGINGFACE, and of MODEL.DETR the classes, losses and costs."""
+        keys = cfg.MODEL.HUGGINGFACE
+        if keys.LOSS not in _LOSSES:
+            raise InputError(f"MODEL.HUGGINGFACE.LOSS is {' or '.join(_LOSSES)}, not {keys.LOSS!r}")
+        if cfg.INPUT.FORMAT != "RGB":
+            raise InputError(
+                f"INPUT.FORMAT is {cfg.INPUT.FORMAT}, image processors take RGB: set it to RGB"
+            )
+        resize = not cfg.INPUT.MIN_SIZE_TEST
+        if any(cfg.INPUT.MIN_SIZE_TRAIN) is resize:
+            raise InputError(
+                "INPUT.MIN_SIZE_TRAIN and MIN_SIZE_TEST must both be 0, for the sizes of the image "
+                "processor, or both give sizes"
+            )
+        config, processor = read_description(keys.CONFIG or describe_source(keys.NAME))
+        config = with_labels(
+            config, [f"class {label}" for label in range(cfg.MODEL.DETR.NUM_CLASSES)]
+        )
+        softmax, _ = SET_PREDICTORS[config.model_type]
+        loss = cfg.MODEL.DETR.LOSS
+        heads: tuple[Classification, Classification] = (
+            SigmoidFocal(loss.FOCAL_ALPHA, loss.FOCAL_GAMMA),
+            SoftmaxCE(loss.NO_OBJECT_WEIGHT),
+        )
+        return {
+            "model": build_from_config(config),
+            "processor": processor,
+            "criterion": make_criterion(cfg, heads[softmax]),
+            "native_loss": keys.LOSS == "native",
+            "resize": resize,
+            "freeze_batch_norm": keys.FREEZE_BATCH_NORM,
+            "source": keys.NAME if keys.PRETRAINED else "",
+            "allow_pickle": keys.ALLOW_PICKLE,
+            "detections_per_image": cfg.TEST.DETECTIONS_PER_IMAGE,
+        }
+
+    def train(self, mode: bool = True) -> HuggingFaceDetector:
+        """Sets the mode; frozen batch normalisation stays in evaluation mode."""
+        super().train(mode)
+        if self.freeze_batch_norm:
+            for layer in self._batch_norms():
+                layer.eval()
+        return self
+
+    def load_pretrained(self) -> None:
+        """Loads the weights of `source` but for the rows of its classes, which start at random."""
+        if not self.source:
+            return
+        found, labels = read_weights(self.source, self.allow_pickle)
+        state = self.state_dict()
+        classes = set(self.class_parameters())
+        with torch.no_grad():
+            for name, value in found.items():
+                own, value = state[name], value.to(state[name])
+                if name in classes:  # what comes after the classes is no-object
+                    own[self.num_classes :] = value[len(labels) :]
+                else:
+                    own.copy_(value)
+
+    def preprocess(self, batched_inputs: Sequence[dict[str, Any]]) -> ImageBatch:
+        """Lets the image processor resize, normalise and pad each image, then pads to one size."""
+        tensors, sizes = [], []
+        for entry in batched_inputs:
+            image = entry["image"].to(self.device, non_blocking=True)
+            found = self.processor(
+                images=image,
+                do_resize=self.resize and self.processor.do_resize,
+                input_data_format="channels_first",
+                return_tensors="pt",
+            )
+            tensor = found["pixel_values"][0].to(self.device)
+            tensors.append(tensor)
+            size = tuple(tensor.shape[-2:])
+            if "pixel_mask" in found:
+                mask = found["pixel_mask"][0]
+                size = int(mask[:, 0].sum()), int(mask[0].sum())
+            sizes.append(size)
+        height, width = (max(x.shape[axis] for x in tensors) for axis in (-2, -1))
+        batch = tensors[0].new_zeros(len(tensors), tensors[0].shape[0], height, width)
+        for tensor, padded in zip(tensors, batch, strict=True):
+            padded[:, : tensor.shape[-2], : tensor.shape[-1]] = tensor
+        return ImageBatch(batch, sizes)
+
+    def targets(self, batched_inputs: Sequence[dict[str, Any]]) -> list[Target]:
+        """Makes labels of `instances`; refuses more of them than there are queries."""
+        targets = super().targets(batched_inputs)
+        for entry, target in zip(batched_inputs, targets, strict=True):
+            if len(target) > self.num_queries:
+                raise InputError(
+                    f"{entry.get('file_name', 'an image')} has {len(target)} labels, "
+                    f"{self.model.config.model_type} has {self.num_queries} queries and can match "
+                    "no more: split the image, or take a model with more queries"
+                )
+        return targets
+
+    def predict(self, images: ImageBatch) -> DetrOutput:
+        """Predicts logits and boxes with all decoder layers."""
+        return self._first_group(self._forward(images).output)
+
+    def losses(
+        self, images: ImageBatch, targets: Sequence[Target], class_mask: Tensor | None = None
+    ) -> tuple[dict[str, Tensor], DetrOutput | None]:
+        """Computes the losses of a batch: ours, or the model's own (`MODEL.HUGGINGFACE.LOSS`)."""
+        if self.native_loss:
+            return self._native_losses(images, targets, class_mask)
+        output = self._forward(images).output
+        if not is_finite(output):
+            self.criterion.normaliser(targets, output.logits.device)  # other processes wait in it
+            return nan_losses(output), None
+        groups = output.logits.shape[2] // self.num_queries
+        folded = DetrOutput(
+            output.logits.unflatten(2, (groups, -1)).flatten(1, 2),  # (L, B·G, Q, C)
+            output.boxes.unflatten(2, (groups, -1)).flatten(1, 2).clamp(0, 1),
+            output.proposals,
+        )
+        repeated = [target for target in targets for _ in range(groups)]
+        return self.criterion(folded, repeated, class_mask=class_mask), self._first_group(output)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """Class probabilities of logits, (…, K), zero for classes that are not visible."""
+        if self.softmax:
+            return torch.softmax(mask_logits(logits, self.visible_classes), dim=-1)[..., :-1]
+        scores = logits.sigmoid()
+        return scores * self.visible_classes.to(scores)
+
+    def background(self, logits: Tensor) -> Tensor | None:
+        """p(φ) of logits, (…), or None for a sigmoid head."""
+        if not self.softmax:
+            return None
+        return torch.softmax(mask_logits(logits, self.visible_classes), dim=-1)[..., -1]
+
+    def class_parameters(self) -> list[str]:
+        """Names, in `state_dict`, of the parameters with a row for each class."""
+        return [name for name in self.state_dict() if _CLASS_ROWS.search(name)]
+
+    def proposal_parameters(self) -> list[str]:
+        """Those of them that belong to the first of two stages, whose row 0 means any object."""
+        last = f"class_embed.{getattr(self.model.config, 'decoder_layers', 0)}."
+        return [name for name in self.class_parameters() if self.two_stage and last in name]
+
+    def _forward(
+        self, images: ImageBatch, labels: Sequence[Target] | None = None
+    ) -> _ForwardResult:
+        """Runs the model; with labels, which may bring queries of their own, also its loss."""
+        model: Any = self.model
+        none = torch.zeros(0, dtype=torch.int64, device=self.device)
+        given = labels or [Target(none, none.new_zeros(0, 4).float())] * len(images)
+        arguments = {
+            "pixel_values": images.tensor,
+            "labels": [{"class_labels": x.labels, "boxes": x.boxes} for x in given],
+        }
+        if self._takes_mask:
+            arguments["pixel_mask"] = (~images.mask).long()
+        caught: list[_LossArguments] = []
+        native = model.loss_function
+
+        def catch(*args: Any, **kwargs: Any) -> Any:
+            caught.append(_LossArguments.read(args, kwargs))
+            if labels is None:
+                return torch.zeros(()), {}, None
+            if not is_finite(caught[0].output):  # the model's matcher would raise
+                args = tuple(_finite(value) for value in args)
+                kwargs = {name: _finite(value) for name, value in kwargs.items()}
+            return native(*args, **kwargs)
+
+        model.loss_function = catch
+        try:
+            found = model(**arguments)
+        finally:
+            del model._loss_function
+        output = caught[0].output
+        if self.two_stage:
+            boxes = found.enc_outputs_coord_logits.sigmoid()
+            output.proposals = DetrOutput(found.enc_outputs_class[None], boxes[None])
+        if not self.training:
+            output.features = found.last_hidden_state[:, -self.num_queries :]
+        return _ForwardResult(output, caught[0].denoising, found.loss, found.loss_dict or {})
+
+    def _native_losses(
+        self, images: ImageBatch, targets: Sequence[Target], class_mask: Tensor | None
+    ) -> tuple[dict[str, Tensor], DetrOutput | None]:
+        if class_mask is not None and not bool(class_mask.all()):
+            raise InputError(
+                "the model's own loss cannot exclude unseen classes: set METHOD.UNSEEN to negative"
+            )
+        if any(target.probs is not None for target in targets):
+            raise InputError(
+                "the model's own loss takes hard labels: set METHOD.PSEUDO.SOFT to False"
+            )
+        found = self._forward(images, targets)
+        output = found.output
+        if not is_finite(output):
+            return nan_losses(output), None
+        if has_event_storage():
+            terms = {f"native/{name}": float(value.detach()) for name, value in found.terms.items()}
+            get_event_storage().put_scalars(smoothing_hint=False, **terms)
+        first = output.logits.shape[2] - self.num_queries if found.denoising else 0
+        return {"loss_native": found.loss}, self._first_group(output, first)
+
+    def _first_group(self, output: DetrOutput, first: int = 0) -> DetrOutput:
+        """Q queries of those that training has: its first group, or those without noise."""
+        queries = slice(first, first + self.num_queries)
+        return DetrOutput(
+            output.logits[:, :, queries],
+            output.boxes[:, :, queries],
+            output.proposals,
+            output.features,
+        )
+
+    def _batch_norms(self) -> Iterator[nn.Module]:
+        return (layer for layer in self.model.modules() if isinstance(layer, _BATCH_NORMS))
+
+
+@dataclass
+class _ForwardResult:
+    output: DetrOutput  # with all queries that training has
+    denoising: bool  # whether the first of them are labels with noise
+    loss: Tensor | None
+    terms: dict[str, Tensor]
+
+
+@dataclass
+class _LossArguments:
+    """What the models hand to their loss functions, in one form."""
+
+    output: DetrOutput
+    denoising: bool
+
+    @classmethod
+    def read(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> _LossArguments:
+        logits, _, _, boxes, _, classes, coordinates, *encoder = args
+        if classes is None:  # without auxiliary losses the last layer comes alone
+            classes, coordinates = logits[None], boxes[None]
+        first: tuple[Tensor | None, ...] = tuple(encoder[:2]) or (None, None)
+        if "enc_topk_logits" in kwargs:  # RT-DETR and what came of it: images before layers
+            classes, coordinates = classes.transpose(0, 1), coordinates.transpose(0, 1)
+            first = kwargs["enc_topk_logits"], kwargs["enc_topk_bboxes"]
+        denoising = kwargs.get("denoising_meta_values") is not None
+        if first[0] is not None and first[1] is not None and not denoising:
+            # The encoder's choice of queries, with classes of its own, is taught as a layer.
+            classes = torch.cat([first[0][None], classes])
+            coordinates = torch.cat([first[1][None], coordinates])
+        return cls(DetrOutput(classes, coordinates), denoising)
+
+
+def _finite(value: Any) -> Any:
+    """A tensor of halves in place of one that holds NaN or infinity; anything else as it is."""
+    if isinstance(value, Tensor) and not value.isfinite().all():
+        return torch.full_like(value, 0.5)
+    return value
+
+
+# Reading folders and hub names.
+
+
+def library() -> Any:
+    """The package transformers, imported when it is needed: it is optional and slow to import."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise InputError(
+            f"HuggingFaceDetector needs transformers ({error}): pip install 'cldetr[hf]'"
+        ) from None
+    return transformers
+
+
+def describe_source(name: str) -> str:
+    """The settings of a model and of its image processor, as JSON: all but the weights.
+
+    Args:
+        name: a folder that `save_pretrained` wrote, or a name on the hub.
+    """
+    transformers = library()
+    if not name:
+        raise InputError("set MODEL.HUGGINGFACE.NAME to a folder of save_pretrained or a hub name")
+    config = _from_pretrained(transformers.AutoConfig, name, "model")
+    check_architecture(config, name)
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(
+            name, trust_remote_code=False, local_files_only=Path(name).is_dir()
+        )
+    except (OSError, ValueError) as error:
+        raise InputError(
+            f"{name} has no image processor (preprocessor_config.json), which says how images are "
+            "resized and normalised: save the one that the model was trained with beside it, "
+            f"AutoImageProcessor.from_pretrained(…).save_pretrained({name!r}) "
+            f"({_first_line(error)})"
+        ) from None
+    model = config.to_dict()
+    for key in ("transformers_version", "_name_or_path"):
+        model.pop(key, None)
+    return json.dumps({"model": model, "processor": processor.to_dict()}, sort_keys=True)
+
+
+def read_description(text: str) -> tuple[Any, Any]:
+    """The config and the image processor of what `describe_source` returned."""
+    transformers = library()
+    try:
+        content = json.loads(text)
+        parts = {"config.json": content["model"], "preprocessor_config.json": content["processor"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"MODEL.HUGGINGFACE.CONFIG is damaged ({error}): remove it, it follows from NAME"
+        ) from None
+    with tempfile.TemporaryDirectory() as folder:
+        for name, part in parts.items():
+            (Path(folder) / name).write_text(json.dumps(part))
+        config = _from_pretrained(transformers.AutoConfig, folder, "model")
+        check_architecture(config, "MODEL.HUGGINGFACE.CONFIG")
+        return config, _from_pretrained(transformers.AutoImageProcessor, folder, "processor")
+
+
+def read_weights(name: str, allow_pickle: bool = False) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights of a folder or hub name under the names of `HuggingFaceDetector`.
+
+    Args:
+        name: a folder that `save_pretrained` wrote, or a name on the hub.
+        allow_pickle: load a pickle where there are no safetensors.
+
+    Returns:
+        the weights, and the label of each row of the class head.
+    """
+    transformers = library()
+    local = Path(name).is_dir()
+    pickles = [*Path(name).glob("*.bin"), *Path(name).glob("*.pt")] if local else []
+    if local and not any(Path(name).glob("*.safetensors")) and not (allow_pickle and pickles):
+        if not pickles:
+            raise InputError(f"{name} holds no weights (model.safetensors)")
+        raise InputError(
+            f"{name} holds its weights as a pickle only ({pickles[0].name}), and a pickle can run "
+            "code: convert it where you trust it, AutoModelForObjectDetection.from_pretrained("
+            f"{name!r}).save_pretrained({name!r}), or set MODEL.HUGGINGFACE.ALLOW_PICKLE to True"
+        )
+    config = _from_pretrained(transformers.AutoConfig, name, "model")
+    check_architecture(config, name)
+    with _quiet(transformers):
+        model, info = _from_pretrained(
+            transformers.AutoModelForObjectDetection,
+            name,
+            "weights",
+            use_safetensors=None if allow_pickle else True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            dtype=torch.float32,
+        )
+    problems = [
+        f"{entry[0]}: the weights have {tuple(entry[1])}, {config.num_labels} labels make "
+        f"{tuple(entry[2])}"
+        for entry in info["mismatched_keys"]
+    ]
+    if problems:
+        raise InputError.listing(
+            f"{name}: the weights do not fit config.json (set its id2label to the labels that the "
+            "class head was trained with):",
+            problems,
+        )
+    if info["missing_keys"]:
+        raise InputError.listing(
+            f"{name} lacks weights of the model:", sorted(info["missing_keys"]), 10
+        )
+    return {f"model.{key}": value for key, value in model.state_dict().items()}, labels_of(config)
+
+
+def folder_of(name: str) -> Path | None:
+    """The folder of a model of transformers: one that is given, or a name's on the hub.
+
+    None for anything else: a file, a path that is not there.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return path if (path / "config.json").is_file() else None
+    if path.exists() or path.suffix or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+        return None
+    try:
+        from huggingface_hub import snapshot_download
+
+        patterns = ["*.json", "*.safetensors"]
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception:  # no network, no such name, no such package: it is not there
+        return None
+
+
+def folder_state(folder: Path) -> dict[str, Any]:
+    """A folder as a weights file of ours would have it: weights, and what they are of."""
+    weights, labels = read_weights(str(folder))
+    named = [label for label in labels if label not in UNNAMED]
+    twice = sorted({label for label in named if named.count(label) > 1})
+    if twice:
+        raise InputError(
+            f"{folder}: id2label in config.json has {', '.join(map(repr, twice))} twice: give each "
+            "row of the class head a name of its own"
+        )
+    settings = {
+        "META_ARCHITECTURE": "HuggingFaceDetector",
+        "HUGGINGFACE.CONFIG": describe_source(str(folder)),
+    }
+    categories = [{"id": row, "name": label} for row, label in enumerate(labels)]
+    return {
+        "model": weights,
+        "cldetr": {"categories": categories, "seen": named, "settings": settings},
+    }
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files of weights in a folder, by name."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def labels_of(config: Any) -> list[str]:
+    """The label of each row of the class head, `UNNAMED` for those without one."""
+    return [str(config.id2label.get(row, "")) for row in range(config.num_labels)]
+
+
+def with_labels(config: Any, labels: Sequence[str]) -> Any:
+    """The config with other labels."""
+    config.id2label = dict(enumerate(labels))
+    config.label2id = {label: row for row, label in enumerate(labels)}
+    return config
+
+
+def build_from_config(config: Any) -> nn.Module:
+    """A model with random weights."""
+    transformers = library()
+    try:
+        return transformers.AutoModelForObjectDetection.from_config(config, trust_remote_code=False)
+    except (ImportError, ValueError) as error:
+        raise InputError(f"cannot build {config.model_type}: {_first_line(error)}") from error
+
+
+def check_architecture(config: Any, name: str) -> None:
+    """Refuses a model that does not predict a set of boxes."""
+    if config.model_type not in SET_PREDICTORS:
+        raise InputError(
+            f"{name} is a {config.model_type}, which is no detector that predicts a set of boxes "
+            f"with class scores: take one of {', '.join(sorted(SET_PREDICTORS))}"
+        )
+
+
+def _from_pretrained(kind: Any, name: str, what: str, **options: Any) -> Any:
+    """`from_pretrained` that never runs code of the source and asks no hub about a folder."""
+    try:
+        return kind.from_pretrained(
+            name, trust_remote_code=False, local_files_only=Path(name).is_dir(), **options
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(
+            f"cannot read the {what} of {name}: {_first_line(error)} (give a folder that "
+            "save_pretrained wrote, or the name of a model on the hub)"
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+@contextmanager
+def _quiet(transformers: Any) -> Iterator[None]:
+    """Silences the bar and the report of loading: what the report says we check."""
+    logging = transformers.utils.logging
+    level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def _num_queries(config: Any) -> int:
+    if getattr(config, "two_stage", False):
+        return config.two_stage_num_proposals
+    return getattr(config, "num_queries", None) or config.num_detection_tokens
+
+
+def _normalisation(processor: Any) -> tuple[list[float], list[float]]:
+    """Mean and deviation per channel, for pixels in 0-255, that a processor normalises by."""
+    scale = 1 / processor.rescale_factor if processor.do_rescale else 1.0
+    if not processor.do_normalize:
+        return [0.0] * 3, [scale] * 3
+    return [scale * x for x in processor.image_mean], [scale * x for x in processor.image_std]
+
+
+# Our operator in place of theirs.
+
+
+def use_our_operator(model: nn.Module) -> int:
+    """Puts our multi-scale deformable attention in place of a model's; returns in how many layers.
+
+    Sampling at whole cells (`decoder_method` "discrete") is another operation and stays.
+    """
+    replaced = 0
+    for module in list(model.modules()):
+        part: Any = module
+        kind = type(module).__name__
+        if kind.endswith("MultiscaleDeformableAttention"):
+            if hasattr(part, "attn"):
+                part.attn = _Operator()
+            elif hasattr(part, "ms_deformable_attn_core"):
+                if part.decoder_method != "default":
+                    continue
+                part.ms_deformable_attn_core = _sample_uneven
+            elif getattr(part, "method", "") == "default":
+                part.forward = _rebound(part, multi_scale_deformable_attention_v2=_sample_uneven)
+            else:
+                continue
+            replaced += 1
+    return replaced
+
+
+class _Operator(nn.Module):
+    """`ms_deform_attn` with the arguments of transformers' module."""
+
+    def forward(
+        self,
+        value: Tensor,
+        spatial_shapes: Tensor,
+        shapes_list: Sequence[tuple[int, int]],
+        level_start_index: Tensor,
+        sampling_locations: Tensor,
+        attention_weights: Tensor,
+        im2col_step: int,
+    ) -> Tensor:
+        """Samples as `ms_deform_attn` does; (N, Q, M·D)."""
+        return ms_deform_attn(value, _sizes(shapes_list), sampling_locations, attention_weights)
+
+
+def _sample_uneven(
+    value: Tensor,
+    shapes_list: Sequence[tuple[int, int]],
+    sampling_locations: Tensor,
+    attention_weights: Tensor,
+    points: Sequence[int],
+    method: str = "default",
+) -> Tensor:
+    """`ms_deform_attn` of levels with different numbers of points, (N, Q, M, ΣP, 2).
+
+    Levels with fewer points than others get points of no weight.
+    """
+    most = max(points)
+    if all(number == most for number in points):
+        locations = sampling_locations.unflatten(3, (len(points), most))
+        weights = attention_weights.unflatten(3, (len(points), most))
+    else:
+        locations = torch.stack(
+            [
+                nn.functional.pad(x, (0, 0, 0, most - x.shape[3]))
+                for x in sampling_locations.split(list(points), dim=3)
+            ],
+            dim=3,
+        )
+        weights = torch.stack(
+            [
+                nn.functional.pad(x, (0, most - x.shape[3]))
+                for x in attention_weights.split(list(points), dim=3)
+            ],
+            dim=3,
+        )
+    return ms_deform_attn(value, _sizes(shapes_list), locations, weights)
+
+
+def _sizes(shapes_list: Sequence[tuple[int, int]]) -> Tensor:
+    return torch.tensor([[int(height), int(width)] for height, width in shapes_list])
+
+
+def _rebound(module: Any, **names: Any) -> Any:
+    """A module's forward method with other meanings of global names; the class stays as it is."""
+    function = type(module).forward
+    own = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **names},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return types.MethodType(own, module)
