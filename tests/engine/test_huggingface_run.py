@@ -1,24 +1,17 @@
 """Whole runs of detectors of Hugging Face: two phases, stopped and resumed, and classes added."""
 
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-
-hf = pytest.importorskip("transformers")
 
 from cldetr.analysis.predict import Predictor
 from cldetr.config import load_config
 from cldetr.engine.checkpoint import load_state
 from cldetr.engine.step import StageTrainer
-from cldetr.errors import InputError
 
+from ..modeling.tiny_huggingface import CONFIGS, make_model, save
 from .conftest import train
 from .test_run import assert_same
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "modeling"))
-from tiny_huggingface import CONFIGS, make_model, save
 
 CONFIG = Path(__file__).parents[2] / "configs" / "detector" / "huggingface.yaml"
 SHORT = {
@@ -67,7 +60,7 @@ def config(tiny_shapes, tmp_path):
     return make
 
 
-class Crash(Exception):
+class CrashError(Exception):
     pass
 
 
@@ -92,14 +85,14 @@ def test_two_phases_that_are_stopped_and_resumed_end_as_those_that_are_not(
     def crash(self):
         if self.step == 1 and self.offset not in crashes:  # once in the middle of each stage
             crashes.append(self.offset)
-            raise Crash
+            raise CrashError
         step(self)
 
     monkeypatch.setattr(StageTrainer, "run_step", crash)
     for attempt in range(4):
         try:
             train(config("stopped", folder(name), **keys), resume=attempt > 0)
-        except Crash:
+        except CrashError:
             continue
         break
     assert crashes == [0, 2, 4]

@@ -30,6 +30,8 @@ from cldetr.errors import InputError
 from cldetr.methods.method import Method
 from cldetr.settings import ScenarioSettings, Schedule
 
+from ..modeling.tiny_huggingface import save as save_hugging_face
+
 PACKAGE = str(Path(cldetr.__file__).parent)
 SETTINGS = {"SCENARIO": ScenarioSettings, "METHOD": Method, "SCHEDULE": Schedule}
 SET_BY_TRAINER = {"SOLVER.MAX_ITER", "SOLVER.STEPS", "STAGE.PHASE", "STAGE.NAME"}
@@ -52,6 +54,10 @@ SHORT = "SCHEDULE.FIRST.MAX_STEPS 2 SCHEDULE.TRAIN.MAX_STEPS 2 SCHEDULE.CALIBRAT
 MODELS = {  # built, not trained
     "DETR": ("MODEL.META_ARCHITECTURE", "DETR", "MODEL.DETR.IN_FEATURES", "[res5]"),
     "two stages": ("MODEL.DETR.TWO_STAGE", "True"),
+    "Hugging Face": (
+        *("MODEL.META_ARCHITECTURE", "HuggingFaceDetector", "INPUT.MIN_SIZE_TRAIN", "[0]"),
+        *("MODEL.HUGGINGFACE.NAME", "{hugging_face}"),
+    ),
 }
 
 
@@ -66,7 +72,9 @@ def read(tiny_config, tmp_path_factory):
             cfg = tiny_config(folder / name, *SHORT.split(), *more)
             found |= keys_of_run(cfg, eval_only=False)
         found |= keys_of_run(cfg, eval_only=True)
+    save_hugging_face("deformable_detr", folder / "hugging_face")
     for more in MODELS.values():
+        more = [word.format(hugging_face=folder / "hugging_face") for word in more]
         cfg = tiny_config(folder / "none", "MODEL.DETR.NUM_CLASSES", "4", *more)
         watched, keys = watch_keys(cfg)
         build_model(watched)
@@ -180,8 +188,11 @@ def test_a_key_that_nobody_reads_is_found(read):
     assert ignored_keys(sorted(obeyed), read - obeyed) == sorted(obeyed)
 
 
+OWN = ("MODEL.DETR.", "MODEL.HUGGINGFACE.", "MODEL.SMALL_RESNET.")
+
+
 def test_every_model_key_of_this_project_is_read_by_some_model(read):
-    own = [key for key in KEYS if key.startswith(("MODEL.DETR.", "MODEL.SMALL_RESNET."))]
+    own = [key for key in KEYS if key.startswith(OWN)]
     assert len(own) > 20
     assert [key for key in own if key not in read] == []
 

@@ -3,30 +3,25 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-
-hf = pytest.importorskip("transformers")
-
 from detectron2.modeling import build_model
 from detectron2.utils.events import EventStorage
+from PIL import Image
 
 from cldetr.analysis.predict import Predictor
 from cldetr.config import default_config
 from cldetr.errors import InputError
+from cldetr.methods.distill import DistillRule
 from cldetr.methods.learner import Learner, freeze
 from cldetr.methods.method import CLDETR, CalibrationRule, Method
-from cldetr.methods.distill import DistillRule
 from cldetr.methods.pseudo import PseudoRule
 from cldetr.modeling.huggingface import HuggingFaceDetector, describe_source, use_our_operator
 from cldetr.modeling.structures import DetrOutput, Target
 
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_huggingface import CONFIGS, LABELS, make_model, make_processor, save
+from .tiny_huggingface import CONFIGS, LABELS, hf, make_model, make_processor, save
 
 # Those that differ little from others are for `make test-slow`.
 RARE = {"deformable_detr_refine", "dab_detr", "lw_detr", "yolos"}
@@ -201,7 +196,9 @@ def test_our_operator_gives_what_theirs_gives(name):
     assert offsets
     for key in offsets:
         scale = grads[0][key].abs().max()
-        torch.testing.assert_close(grads[1][key], grads[0][key], atol=1e-3 * float(scale), rtol=1e-3)
+        torch.testing.assert_close(
+            grads[1][key], grads[0][key], atol=1e-3 * float(scale), rtol=1e-3
+        )
     assert use_our_operator(make_model(name)) == use_our_operator(ours)
 
 
@@ -334,7 +331,9 @@ def test_batch_statistics_are_trained_or_frozen_and_the_teachers_stay(folder, ex
         before, old = _statistics(detector), _statistics(teacher)
         sum(learner(inputs).values()).backward()
         assert len(before) > 20
-        moved = [key for key, value in _statistics(detector).items() if not before[key].equal(value)]
+        moved = [
+            key for key, value in _statistics(detector).items() if not before[key].equal(value)
+        ]
         assert moved == [] if frozen else len(moved) == len(before)
         assert all(value.equal(old[key]) for key, value in _statistics(teacher).items())
         assert not any(module.training for module in teacher.modules())
@@ -375,7 +374,7 @@ def test_query_by_query_distillation_needs_queries_that_stay(name, folder):
     detector = build(folder(name), pretrained=False)
     method = Method(distill=DistillRule())
     if name in IMAGE_DEPENDENT or name.endswith("two_stage"):
-        with pytest.raises(InputError, match="depend on the image.*METHOD.PSEUDO"):
+        with pytest.raises(InputError, match=r"depend on the image.*METHOD.PSEUDO"):
             method.check(detector)
     else:
         method.check(detector)
@@ -387,14 +386,14 @@ def test_native_losses_take_hard_labels_of_all_classes(folder, batch_of):
     with pytest.raises(InputError, match=r"PSEUDO.SOFT to False.*\n.*UNSEEN to negative"):
         CLDETR.check(detector)
     soft = CalibrationRule(complete=PseudoRule(soft=True))
-    with pytest.raises(InputError, match="CALIBRATE.COMPLETE.SOFT to False"):
+    with pytest.raises(InputError, match=r"CALIBRATE.COMPLETE.SOFT to False"):
         Method(memory=CLDETR.memory, calibrate=soft, unseen="negative").check(detector)
     Method(pseudo=PseudoRule(soft=False), unseen="negative").check(detector)
     images, targets = batch_of(detector)
     with pytest.raises(InputError, match="UNSEEN to negative"):
         detector.losses(images, targets, torch.tensor([True, False, True]))
     probs = torch.eye(3)[targets[0].labels]
-    with pytest.raises(InputError, match="PSEUDO.SOFT to False"):
+    with pytest.raises(InputError, match=r"PSEUDO.SOFT to False"):
         detector.losses(images, [Target(targets[0].labels, targets[0].boxes, probs), targets[1]])
 
 
@@ -414,13 +413,13 @@ def test_more_labels_than_queries_are_refused(folder, example):
 def test_other_architectures_are_refused(tmp_path):
     backbone = hf.ResNetConfig(hidden_sizes=[8, 8, 8, 8], depths=[1] * 4, embedding_size=8)
     hf.ResNetForImageClassification(backbone).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="is a resnet, which is no detector.*d_fine, dab-detr"):
+    with pytest.raises(InputError, match=r"is a resnet, which is no detector.*d_fine, dab-detr"):
         build(str(tmp_path))
 
 
 def test_a_folder_without_a_processor_is_refused(tmp_path):
     make_model("detr").save_pretrained(tmp_path)
-    with pytest.raises(InputError, match="no image processor.*AutoImageProcessor.from_pretrained"):
+    with pytest.raises(InputError, match=r"no image processor.*AutoImageProcessor.from_pretrained"):
         build(str(tmp_path))
 
 
@@ -441,7 +440,9 @@ def test_labels_that_do_not_fit_the_head_are_refused(tmp_path):
     content["id2label"]["3"] = "star"
     content["label2id"]["star"] = 3
     path.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=r"set its id2label(.|\n)*class_embed.*\(3, 32\).*4 labels"):
+    with pytest.raises(
+        InputError, match=r"set its id2label(.|\n)*class_embed.*\(3, 32\).*4 labels"
+    ):
         Predictor.from_checkpoint(tmp_path)
     content["id2label"] = {"0": "circle", "1": "circle", "2": "star"}
     path.write_text(json.dumps(content))

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from cldetr.errors import InputError
 from cldetr.layers.ms_deform_attn import ms_deform_attn
 from cldetr.modeling.classification import Classification, SigmoidFocal, SoftmaxCE, mask_logits
+from cldetr.modeling.criterion import SetCriterion
 from cldetr.modeling.detector import Detector, is_finite, make_criterion, nan_losses
 from cldetr.modeling.structures import DetrOutput, ImageBatch, Target
 
@@ -63,15 +64,16 @@ _LOSSES = ("ours", "native")
 class HuggingFaceDetector(Detector):
     """A detector of `AutoModelForObjectDetection` with its image processor."""
 
+    model: Any
     backbone_prefix = "model.model.backbone."
 
     @configurable
     def __init__(
         self,
         *,
-        model: nn.Module,
+        model: Any,
         processor: Any,
-        criterion: nn.Module,
+        criterion: SetCriterion,
         native_loss: bool = False,
         resize: bool = True,
         freeze_batch_norm: bool = False,
@@ -93,7 +95,7 @@ class HuggingFaceDetector(Detector):
             allow_pickle: load them from a pickle where there are no safetensors.
             detections_per_image: at most this many results per image.
         """
-        config: Any = model.config
+        config = model.config
         softmax, self.fixed_queries = SET_PREDICTORS[config.model_type]
         mean, std = _normalisation(processor)
         super().__init__(
@@ -273,7 +275,7 @@ class HuggingFaceDetector(Detector):
         self, images: ImageBatch, labels: Sequence[Target] | None = None
     ) -> _ForwardResult:
         """Runs the model; with labels, which may bring queries of their own, also its loss."""
-        model: Any = self.model
+        model = self.model
         none = torch.zeros(0, dtype=torch.int64, device=self.device)
         given = labels or [Target(none, none.new_zeros(0, 4).float())] * len(images)
         arguments = {
@@ -346,7 +348,7 @@ class HuggingFaceDetector(Detector):
 class _ForwardResult:
     output: DetrOutput  # with all queries that training has
     denoising: bool  # whether the first of them are labels with noise
-    loss: Tensor | None
+    loss: Tensor
     terms: dict[str, Tensor]
 
 
