@@ -45,7 +45,7 @@ SIDES = ("plain", "live", "cached", "released")
 class ReleasedLearner(Learner):
     """Asks the teacher with gradients on, and keeps what they need until the step ends."""
 
-    def forward(self, batched_inputs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def forward(self, batched_inputs: Any) -> dict[str, torch.Tensor]:
         """As `Learner.forward` with a teacher, but without turning gradients off."""
         assert self.teacher is not None
         images = self.detector.preprocess(batched_inputs)

@@ -7,12 +7,15 @@ files are all that is left of it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import os
+import shutil
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -169,7 +172,7 @@ def start(
 
 
 def start_ranks(
-    arguments: Sequence[str],
+    arguments: Sequence[str] | Callable[[int], Sequence[str]],
     folder: Path,
     world: int,
     before: Callable[[int], None] | None = None,
@@ -178,7 +181,7 @@ def start_ranks(
     """Forks the processes of one run, several of them as torchrun would number them.
 
     Args:
-        arguments: the command line.
+        arguments: the command line, or that of each rank.
         folder: receives the console's output of each as rank0.txt, rank1.txt, …
         world: how many.
         before: run in each child first with its rank, to prepare a fault.
@@ -192,7 +195,7 @@ def start_ranks(
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world)}
     return [
         start(
-            [*more, *arguments],
+            [*more, *(arguments(rank) if callable(arguments) else arguments)],
             folder / f"rank{rank}.txt",
             None if before is None else lambda rank=rank: before(rank),  # type: ignore[misc]
             {
@@ -202,6 +205,42 @@ def start_ranks(
         )
         for rank in range(world)
     ]
+
+
+class LateCopy:
+    """A second machine's view of a run directory: files appear in it some seconds late."""
+
+    def __init__(self, source: Path, target: Path, delay: float = 1.5) -> None:
+        self.source, self.target, self.delay = source, target, delay
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._work, daemon=True)
+
+    def __enter__(self) -> LateCopy:
+        self.target.mkdir(parents=True, exist_ok=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        while not self._done.wait(0.1):
+            for path in sorted(self.source.rglob("*")):
+                with contextlib.suppress(OSError):  # it is gone again
+                    self._copy(path, self.target / path.relative_to(self.source))
+
+    def _copy(self, path: Path, target: Path) -> None:
+        written = path.stat().st_mtime
+        hidden = any(part.startswith(".") for part in path.relative_to(self.source).parts)
+        if hidden or not path.is_file() or time.time() - written < self.delay:
+            return
+        if target.exists() and target.stat().st_mtime == written:
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        partial = target.with_name(f".{target.name}.late")
+        shutil.copy2(path, partial)
+        partial.replace(target)
 
 
 def finish(children: Sequence[Child], seconds: float = 180.0) -> list[int]:

@@ -1,8 +1,7 @@
-"""Several processes: the same samples as one, agreed skips and stops, two machines."""
+"""Several processes: the same samples as one, agreed skips and stops."""
 
 import json
 import signal
-import socket
 
 import pytest
 import torch
@@ -48,28 +47,6 @@ def test_two_processes_stop_resume_and_end_near_one(tiny_shapes, tmp_path):
     )
     assert again["total_loss"] == pytest.approx(first["total_loss"], rel=1e-5)
     assert again["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
-
-
-def test_two_machines_train_together(tiny_shapes, tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    machines = [
-        start(
-            tmp_path,
-            tiny_shapes,
-            *("--num-gpus", "1", "--num-machines", "2", "--machine-rank", str(rank)),
-            *("--dist-url", f"tcp://127.0.0.1:{port}"),
-        )
-        for rank in (0, 1)
-    ]
-    said = [finish(machine) for machine in machines]
-    assert "after phase 2" in said[0]
-    assert "after phase 2" not in said[1]  # rank 1 is on the other machine and stays silent
-    [begun] = json.loads((tmp_path / "starts.json").read_text())["starts"]
-    assert begun["processes"] == 2
-    steps = json.loads((tmp_path / "phase1/train/stage.json").read_text())["facts"]["steps"]
-    assert steps == 27 // 4  # batches of four over both machines
 
 
 def test_torchrun_starts_the_processes_too(tiny_shapes, tmp_path):

@@ -1,5 +1,6 @@
 """The training loop: what is not finite is skipped, on all processes, and never saved."""
 
+import json
 import logging
 import os
 from types import SimpleNamespace
@@ -121,3 +122,23 @@ def test_progress_goes_from_0_to_1_over_a_stage(tiny_config, tmp_path, monkeypat
     monkeypatch.setattr(Learner, "forward", noted)
     train(tiny_config(tmp_path, "SCHEDULE.FIRST.MAX_STEPS", "5"))
     assert seen[:5] == pytest.approx([0, 0.25, 0.5, 0.75, 1.0])
+
+
+def test_a_step_in_parts_is_the_step(tiny_config, tmp_path):
+    short = [
+        *("SCHEDULE.FIRST.MAX_STEPS", "2", "SCHEDULE.TRAIN.MAX_STEPS", "1"),
+        *("SCHEDULE.CALIBRATE.MAX_STEPS", "1", "MODEL.DETR.DROPOUT", "0.0", "LOG_IMAGES", "0"),
+    ]
+    train(tiny_config(tmp_path / "first", *short))
+    given = ["MODEL.DETECTOR", str(tmp_path / "first/phase1/train/model.pth")]
+    steps = {}
+    for parts in (1, 2):
+        folder = tmp_path / str(parts)
+        train(tiny_config(folder, *short, *given, "SOLVER.ACCUMULATE", str(parts)))
+        steps[parts] = json.loads((folder / "metrics.json").read_text().splitlines()[0])
+    boxes = steps[1]["pseudo/per_image"], steps[1]["pseudo/truth_per_image"]
+    assert min(boxes) > 0, boxes
+    names = [key for key in steps[1] if "loss" in key]
+    assert len(names) > 3
+    for key in (*names, "grad_norm"):
+        assert steps[2][key] == pytest.approx(steps[1][key], rel=1e-4), key

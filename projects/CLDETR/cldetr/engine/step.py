@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,9 @@ from cldetr.methods.learner import Learner
 
 logger = logging.getLogger(__name__)
 
+_SYNC_BUFFERS = "forward_sync_buffers"  # what newer versions of torch call it
+if _SYNC_BUFFERS not in inspect.signature(nn.parallel.DistributedDataParallel).parameters:
+    _SYNC_BUFFERS = "broadcast_buffers"
 _MAX_SKIPPED = 3  # steps in a row without a finite gradient before the run stops
 
 
@@ -57,7 +62,7 @@ class StageTrainer(SimpleTrainer):
         model = create_ddp_model(  # the learner itself where one process trains
             learner,
             device_ids=[torch.cuda.current_device()] if on_gpu else None,
-            broadcast_buffers=False,
+            **{_SYNC_BUFFERS: False},
             gradient_as_bucket_view=True,  # no second copy of the gradients
         )
         super().__init__(model, data_loader, optimizer, gather_metric_period=cfg.LOG_PERIOD)
@@ -118,15 +123,20 @@ class StageTrainer(SimpleTrainer):
     def _backward(self, batch: list[dict[str, Any]]) -> dict[str, Tensor]:
         """Accumulates the gradients of a batch, in parts where memory is short."""
         self.optimizer.zero_grad()
-        parts = min(self.solver.ACCUMULATE, len(batch))
-        size = -(-len(batch) // parts)
-        total: dict[str, Tensor] = {}
-        for start in range(0, len(batch), size):
-            part = batch[start : start + size]
+        size = -(-len(batch) // min(self.solver.ACCUMULATE, len(batch)))
+        parts: list[Any] = [batch[start : start + size] for start in range(0, len(batch), size)]
+        shares = [len(part) / len(batch) for part in parts]
+        if len(parts) > 1:
             with torch.autocast(**self._autocast):
-                losses = self.model(part)
-            losses = {key: value * (len(part) / len(batch)) for key, value in losses.items()}
-            self.scaler.scale(sum(losses.values())).backward()
+                parts = self.learner.label(parts)
+        total: dict[str, Tensor] = {}
+        for index, (part, share) in enumerate(zip(parts, shares, strict=True)):
+            alone = index + 1 < len(parts) and self.model is not self.learner
+            with self.model.no_sync() if alone else nullcontext():  # one all-reduce for all parts
+                with torch.autocast(**self._autocast):
+                    losses = self.model(part)
+                losses = {key: value * share for key, value in losses.items()}
+                self.scaler.scale(sum(losses.values())).backward()
             for key, value in losses.items():
                 total[key] = total.get(key, 0) + value.detach()
         return total

@@ -494,7 +494,7 @@ class IncrementalTrainer(TrainerBase):
         step = from_rank0(newest)
         if not step:
             return 0
-        found = load_checkpoint(await_file(folder / f"step_{step:08d}"))
+        found = load_checkpoint(await_file(folder / f"step_{step:08d}" / "state.pth").parent)
         load_into(self.detector, found.state["model"], str(found.path))
         self.optimizer.load_state_dict(found.state["optimizer"])
         if found.state["scaler"]:

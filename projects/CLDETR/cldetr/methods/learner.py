@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,7 +29,19 @@ from cldetr.methods.pseudo import (
     merge_batch,
 )
 from cldetr.modeling.detector import Detector, is_finite
-from cldetr.modeling.structures import DetrOutput, Target
+from cldetr.modeling.structures import DetrOutput, ImageBatch, Target
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """A batch with all that its losses are computed from."""
+
+    images: ImageBatch
+    targets: list[Target]  # with pseudo-labels
+    teacher_output: DetrOutput | None
+    sound: bool  # whether the teacher's predictions are finite
+    num_boxes: Tensor  # what L_DETR is divided by
+    num_truths: Tensor | None  # the same without pseudo-labels, for a distillation that asks for it
 
 
 class Learner(nn.Module):
@@ -103,35 +116,61 @@ class Learner(nn.Module):
         """Labels that the teacher may give, ascending."""
         return self._teacher_classes.nonzero()[:, 0].tolist()
 
-    def forward(self, batched_inputs: list[dict[str, Any]]) -> Any:
+    def forward(self, batched_inputs: list[dict[str, Any]] | LabelledBatch) -> Any:
         """Computes the losses of a batch: L_DKD (Eq. 5) with a teacher, L_DETR (Eq. 1) without.
 
         In evaluation mode it is the detector: detections, as Detectron2's models return them.
         """
+        if isinstance(batched_inputs, LabelledBatch):
+            return self._losses(batched_inputs)
         if not self.training:
             return self.detector(batched_inputs)
-        images = self.detector.preprocess(batched_inputs)
-        targets = self.detector.targets(batched_inputs)
-        num_boxes = None
+        (batch,) = self.label([batched_inputs])
+        return self._losses(batch)
+
+    def label(self, parts: Sequence[list[dict[str, Any]]]) -> list[LabelledBatch]:
+        """Labels the parts of a step's batch, so that their losses sum up to that of the whole.
+
+        Each part is divided by its share of the boxes of the whole step. Makes collective calls:
+        every process comes by here in every step, whatever its predictions are like.
+        """
+        truths, labelled = [], []
+        for batched_inputs in parts:
+            images = self.detector.preprocess(batched_inputs)
+            targets = self.detector.targets(batched_inputs)
+            truths += targets
+            teacher_output = None
+            if self.teacher is not None:
+                # A loss that compares with the teacher's outputs may keep them for the backward
+                # pass, which those of the cheaper inference mode do not allow.
+                with torch.no_grad() if self.distill else torch.inference_mode():
+                    teacher_output = self.teacher.predict(images)
+            sound = teacher_output is None or is_finite(teacher_output)
+            if self.rule is not None and sound:
+                targets = self._merge(teacher_output, targets, batched_inputs)
+            targets = self.prepare_matching(targets)
+            labelled.append((images, targets, teacher_output, sound))
+        normaliser, device = self.detector.criterion.normaliser, self.detector.device
+        num_truths = None
         if self.distill is not None and self.distill.normaliser == "boxes":
-            # A collective call: every process comes by here, whatever its predictions are like.
-            num_boxes = self.detector.criterion.normaliser(targets, self.detector.device)
-        teacher_output = None
-        if self.teacher is not None:
-            # A loss that compares with the teacher's outputs may keep them for the backward pass,
-            # which those of the cheaper inference mode do not allow.
-            with torch.no_grad() if self.distill else torch.inference_mode():
-                teacher_output = self.teacher.predict(images)
-        sound = teacher_output is None or is_finite(teacher_output)
-        if self.rule is not None and sound:
-            targets = self._merge(teacher_output, targets, batched_inputs)
-        targets = self.prepare_matching(targets)
+            num_truths = normaliser(truths, device)
+        num_boxes = normaliser([x for _, targets, *_ in labelled for x in targets], device)
+        shares = [len(part) / len(truths) for part in parts]
+        return [
+            LabelledBatch(
+                *part, num_boxes * share, None if num_truths is None else num_truths * share
+            )
+            for part, share in zip(labelled, shares, strict=True)
+        ]
+
+    def _losses(self, batch: LabelledBatch) -> dict[str, Tensor]:
         mask = self._seen if self.mask_unseen else None
-        losses, output = self.detector.losses(images, targets, class_mask=mask)
-        if not sound:  # the trainer skips the step, on all processes together
-            losses = {name: loss * float("nan") for name, loss in losses.items()}
-        elif teacher_output is not None and output is not None and self.distill is not None:
-            losses |= self._compare(output, teacher_output, self.distill, num_boxes)
+        with self.detector.criterion.normalised_by(batch.num_boxes):
+            losses, output = self.detector.losses(batch.images, batch.targets, class_mask=mask)
+        if not batch.sound:  # the trainer skips the step, on all processes together
+            return {name: loss * float("nan") for name, loss in losses.items()}
+        if batch.teacher_output is not None and output is not None and self.distill is not None:
+            losses |= self._compare(output, batch.teacher_output, self.distill, batch.num_truths)
         return losses
 
     @torch.no_grad()

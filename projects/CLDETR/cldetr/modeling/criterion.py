@@ -5,7 +5,8 @@ Shape shorthand as in `matcher`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed
@@ -46,6 +47,7 @@ class SetCriterion(nn.Module):
         self.box_weight = box_weight
         self.giou_weight = giou_weight
         self.aux_loss = aux_loss
+        self._num_boxes: Tensor | None = None
 
     @property
     def classification(self) -> Classification:
@@ -82,8 +84,19 @@ class SetCriterion(nn.Module):
                 losses |= self._losses(output.proposals, anything, num_boxes, None, ["_enc"])
         return losses
 
+    @contextmanager
+    def normalised_by(self, num_boxes: Tensor) -> Iterator[None]:
+        """Divides the losses by a given number of boxes, such as a part's share of a whole step."""
+        self._num_boxes = num_boxes
+        try:
+            yield
+        finally:
+            self._num_boxes = None
+
     def normaliser(self, targets: Sequence[Target], device: torch.device) -> Tensor:
-        """The mean number of boxes per process, at least 1; a collective call in every step."""
+        """The mean number of boxes per process, at least 1; a collective call if none is given."""
+        if self._num_boxes is not None:
+            return self._num_boxes
         total = torch.full((), float(sum(map(len, targets))), device=device)
         if comm.get_world_size() > 1:
             torch.distributed.all_reduce(total)
