@@ -6,8 +6,7 @@ import torch
 from cldetr.config import check_keys, default_config, identity, load_config, method_of, schedule_of
 from cldetr.engine.launch import set_float32_precision
 from cldetr.errors import InputError
-from cldetr.methods.method import Method
-from cldetr.settings import Schedule, StageSchedule, build_settings
+from cldetr.settings import Schedule, StageSchedule
 
 
 @pytest.fixture
@@ -105,14 +104,9 @@ def test_a_missing_file_is_told(tmp_path):
         load_config(str(tmp_path / "none.yaml"))
 
 
-def test_settings_are_built_from_nested_plain_data():
-    method = build_settings(
-        Method, {"name": "x", "pseudo": {"k": 3}, "memory": {}, "calibrate": {}}, "method"
-    )
-    assert method.pseudo.k == 3
-    assert method.calibrate.complete is None
-    with pytest.raises(InputError, match=r"unknown key method\.pseudo\.kk; did you mean k"):
-        build_settings(Method, {"pseudo": {"kk": 3}}, "method")
+def test_a_wrong_value_inside_a_list_is_located(config):
+    with pytest.raises(InputError, match=r"SCENARIO\.PHASES\[0\]: expected a list, got a text"):
+        check_keys(load_config(config, ["SCENARIO.PHASES", "[cat, dog]"]))
 
 
 def test_a_schedule_counts_steps_and_milestones_in_epochs():

@@ -58,6 +58,24 @@ def test_overrides_reach_settings_that_the_file_leaves_at_their_defaults():
     assert (method.pseudo.score, method.pseudo.k) == (0.2, 10)
 
 
+def test_parts_of_a_method_that_a_file_does_not_name_are_off(tmp_path):
+    path = tmp_path / "method.py"
+    path.write_text(
+        "from cldetr.config_files import CONFIGS\n"
+        "from detectron2.config import LazyConfig\n"
+        "model = LazyConfig.load(str(CONFIGS / 'lazy/shapes.py')).model\n"
+        "method = dict(pseudo=dict(k=3), memory={}, calibrate=dict(complete={}))\n"
+    )
+    method = method_of(load_config(str(path)))
+    assert (method.name, method.pseudo.k, method.pseudo.iou) == ("finetune", 3, 0.7)
+    assert (method.memory.budget, method.distill) == (0.1, None)
+    assert method.calibrate.complete.foreground == 0.2
+    assert method_of(load_config(str(path), ["method.calibrate=null"])).calibrate is None
+    path.write_text(path.read_text().replace("k=3", "kk=3"))
+    with pytest.raises(InputError, match=r"unknown key method\.pseudo\.kk; did you mean .*pseudo\.k"):
+        load_config(str(path))
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [

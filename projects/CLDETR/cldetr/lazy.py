@@ -38,13 +38,12 @@ from cldetr.settings import (
     ScenarioSettings,
     Schedule,
     add_keys,
-    build_settings,
     leaves,
     parse_value,
     suggest,
 )
 
-_SETTINGS = {"scenario": ScenarioSettings, "method": Method, "schedule": Schedule}
+_SETTINGS = {"scenario": ScenarioSettings(), "method": Method(), "schedule": Schedule()}
 _PARTS = (
     *("model", "optimizer", "lr_multiplier"),
     *("dataloader.train", "dataloader.test", "dataloader.evaluator"),
@@ -78,7 +77,7 @@ _KEYS = {
     "train.vis_period": "VIS_PERIOD",
     "train.report": "REPORT",
 }
-_YAML_SECTIONS = ("input", "datasets", "solver", "test", "dataloader")
+_SECTIONS = ("input", "datasets", "solver", "test", "dataloader", *_SETTINGS)
 
 # Where what a `_target_` names must be defined; packages of the user's join by `trust_package`.
 _trusted = [
@@ -165,11 +164,12 @@ def _to_keys(tree: dict[str, Any], path: str, yaml_keys: Collection[str]) -> dic
         raise InputError(f"{path} defines no model: write model = L(Detector)(...)")
     values: dict[str, Any] = {"MODEL.META_ARCHITECTURE": "LazyModel"}
     problems = []
-    for name, cls in _SETTINGS.items():
+    for name, settings in _SETTINGS.items():
         if name in tree:
             node = CfgNode()
-            add_keys(node, build_settings(cls, tree.pop(name), name))
+            add_keys(node, settings)
             values |= leaves(node, f"{name.upper()}.")
+            tree[name] = _switch(tree[name], name, yaml_keys)
     for name in _PARTS:
         part = _take(tree, name)
         if part is not None:  # a list of parts is one value
@@ -179,7 +179,7 @@ def _to_keys(tree: dict[str, Any], path: str, yaml_keys: Collection[str]) -> dic
             values |= {_KEYS[key]: value for key, value in items.items() if key in _KEYS}
     known = [*_KEYS, *(key.lower() for key in yaml_keys)]
     for key, value in leaves(tree):
-        target = _KEYS.get(key, key.upper() if key.split(".")[0] in _YAML_SECTIONS else "")
+        target = _KEYS.get(key, key.upper() if key.split(".")[0] in _SECTIONS else "")
         if target not in yaml_keys:
             problems.append(f"unknown key {key}{suggest(key, known)}")
         elif isinstance(value, str) and target in ("DATASETS.TRAIN", "DATASETS.TEST"):
@@ -189,6 +189,15 @@ def _to_keys(tree: dict[str, Any], path: str, yaml_keys: Collection[str]) -> dic
     if problems:
         raise InputError.listing(f"in {path}:", problems)
     return values
+
+
+def _switch(node: Any, path: str, yaml_keys: Collection[str]) -> Any:
+    """Adds `enabled` to the parts of a settings section that may be absent: False where None."""
+    if f"{path}.enabled".upper() in yaml_keys and (node is None or isinstance(node, Mapping)):
+        node = {"enabled": node is not None, **(node or {})}
+    if isinstance(node, Mapping):
+        return {key: _switch(value, f"{path}.{key}", yaml_keys) for key, value in node.items()}
+    return node
 
 
 def _take(tree: dict[str, Any], name: str) -> Any:
@@ -226,13 +235,13 @@ def _override(tree: DictConfig, text: str, yaml_keys: Collection[str]) -> None:
 
 
 def _known_keys(tree: DictConfig, yaml_keys: Collection[str]) -> list[str]:
-    """Every key that an override may set: those of the file, and all settings."""
-    sections = (*_YAML_SECTIONS, *_SETTINGS)
-    settings = [key.lower() for key in yaml_keys if key.split(".")[0].lower() in sections]
+    """Every key that an override may set: those of the file, all settings, and what holds them."""
+    settings = [key.lower() for key in yaml_keys if key.split(".")[0].lower() in _SECTIONS]
     settings = [key for key in settings if not key.endswith(".enabled") or key.startswith("input")]
     present = [key for key, _ in leaves(cast("dict[str, Any]", OmegaConf.to_container(tree)))]
-    above = {".".join(key.split(".")[: depth + 1]) for key in present for depth in range(9)}
-    return [*_KEYS, *settings, *sorted(above)]
+    words = [key.split(".") for key in (*settings, *present)]
+    above = {".".join(key[:depth]) for key in words for depth in range(1, len(key))}
+    return [*_KEYS, *settings, *present, *sorted(above)]
 
 
 def _is_trusted(name: str) -> bool:

@@ -12,18 +12,23 @@ import ast
 import contextlib
 import dataclasses
 import difflib
-import types
+import re
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import msgspec
 import yaml
 from detectron2.config import CfgNode
 
 from cldetr.errors import InputError
 
 S = TypeVar("S")
+_TYPE_NAMES = {
+    **{"array": "a list", "object": "a mapping", "str": "a text", "null": "nothing"},
+    **{"int": "a whole number", "float": "a number", "bool": "True or False"},
+}
 
 
 @dataclass(frozen=True)
@@ -118,30 +123,28 @@ def read_keys(cls: type[S], node: Mapping[str, Any], path: str) -> S:
 
 
 def build_settings(cls: type[S], values: Mapping[str, Any], path: str) -> S:
-    """Builds a settings dataclass from nested plain data.
+    """Builds a settings dataclass from nested plain data, as `msgspec.convert` does.
 
     Args:
         cls: the dataclass.
-        values: field name → value; nested dataclasses as mappings, None for an absent one. A field
-            that a mapping does not name keeps its default.
+        values: field name → value; nested dataclasses as mappings, None for an absent one.
         path: what messages call this part of the configuration.
     """
-    hints = typing.get_type_hints(cls)
-    fields = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    unknown = [
-        f"unknown key {path}.{key}{suggest(key, [*fields])}" for key in {*values} - {*fields}
-    ]
-    if unknown:
-        raise InputError.listing("in the configuration:", sorted(unknown))
-    built = {}
-    for key, value in values.items():
-        default = fields[key].default
-        if default is None and "enabled" in fields[key].metadata:
-            default = fields[key].metadata["enabled"]()
-        if dataclasses.is_dataclass(default) and isinstance(value, Mapping):
-            value = {**dataclasses.asdict(typing.cast(Any, default)), **value}
-        built[key] = _convert(hints[key], value, f"{path}.{key}")
-    return cls(**built)
+    try:
+        return msgspec.convert(values, cls)
+    except msgspec.ValidationError as error:
+        if isinstance(error.__cause__, InputError):  # a check of the dataclass itself
+            raise error.__cause__ from None
+        problem, _, where = str(error).partition(" - at `$")
+        hint: Any = cls
+        for name in re.findall(r"\.(\w+)", where):
+            hint = typing.get_type_hints(_dataclass_in(hint))[name]
+        if typing.get_origin(hint) is Literal:
+            problem = f"must be one of {', '.join(map(repr, typing.get_args(hint)))}"
+        for name, word in _TYPE_NAMES.items():
+            problem = problem.replace(f"`{name}`", word)
+        key = path + where.rstrip("`").upper()
+        raise InputError(f"{key}: {problem[0].lower()}{problem[1:]}") from None
 
 
 def leaves(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -196,48 +199,3 @@ def _dataclass_in(hint: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
-
-
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        if value is None and type(None) in args:
-            return None
-        options = [arg for arg in args if arg is not type(None)]
-        if len(options) == 1:
-            return _convert(options[0], value, path)
-        if type(value) in options:
-            return value
-        raise _wrong(path, hint, value)
-    if origin is Literal:
-        if value not in args:
-            raise InputError(f"{path} is one of {', '.join(map(repr, args))}, not {value!r}")
-        return value
-    if origin is tuple:
-        if not isinstance(value, (list, tuple)):
-            raise _wrong(path, hint, value)
-        kinds = [args[0]] * len(value) if args[-1] is Ellipsis else args
-        if len(kinds) != len(value):
-            raise _wrong(path, hint, value)
-        return tuple(
-            _convert(kind, item, f"{path}[{index}]")
-            for index, (kind, item) in enumerate(zip(kinds, value, strict=True))
-        )
-    if dataclasses.is_dataclass(hint):
-        if not isinstance(value, Mapping):
-            raise _wrong(path, hint, value)
-        return build_settings(typing.cast(type, hint), value, path)
-    if hint is float and type(value) in (int, str):
-        try:
-            return float(value)  # YAML takes 4e-4 for a text
-        except ValueError:
-            raise _wrong(path, hint, value) from None
-    if hint in (bool, int, float, str) and type(value) is not hint:
-        raise _wrong(path, hint, value)
-    return value
-
-
-def _wrong(path: str, hint: Any, value: Any) -> InputError:
-    names = {bool: "True or False", int: "whole number", float: "number", str: "text"}
-    name = names.get(hint) or ("list" if typing.get_origin(hint) is tuple else str(hint))
-    return InputError(f"{path} takes a {name}, not {value!r}")
