@@ -21,7 +21,7 @@ from cldetr.config_files import (
     parts_of,
 )
 from cldetr.errors import InputError
-from cldetr.report.paper import paper_tables
+from cldetr.report.sweep_table import paper_tables
 
 LAZY = sorted(path.stem for path in (CONFIGS / "lazy").glob("*.py"))
 TWINS = [name for name in LAZY if (CONFIGS / f"{name}.yaml").exists()]

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
@@ -254,8 +255,8 @@ def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(tmp_path, tin
     words = ["sweep", TINY, str(second), "--seeds", "0", "--share-first", "--out", str(out)]
     assert main([*words, "--set", *tiny_shapes]) == 0
     table = (out / "table.md").read_text()
-    assert "| cldetr | 1 |" in table
-    assert "| other | 1 |" in table
+    assert "| cldetr | 1 |" in re.sub(" +", " ", table)
+    assert "| other | 1 |" in re.sub(" +", " ", table)
     (tiny,), (other,) = out.glob("tiny-*/seed0"), out.glob("second-*/seed0")
     stage = json.loads((other / "phase1/train/stage.json").read_text())
     assert stage["facts"]["given"] == str(tiny / "phase1/train/model.pth")

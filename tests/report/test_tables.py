@@ -82,10 +82,10 @@ def test_runs_that_differ_in_seeds_alone_are_one_group_with_its_interval():
     groups = group_runs([*runs, other])
     assert [len(group.runs) for group in groups] == [3, 1]
     assert [group.label for group in groups] == ["cldetr (cldetr)", "cldetr (k5)"]
-    mean, half = mean_of(groups[0].finals("old"))
+    mean, half = mean_of(groups[0].finals("old.AP"))
     assert mean == 30
     assert half == pytest.approx(4.303 * 2 / 3**0.5, rel=1e-3)  # Student's t with 2 degrees
-    assert mean_of(groups[0].numbers("fpp")) == (10, pytest.approx(half))
+    assert mean_of(groups[0].finals("fpp.AP")) == (10, pytest.approx(half))
     assert mean_of([1.0, 3.0]) == (2.0, None)
     assert mean_of([]) is None
 
@@ -109,8 +109,8 @@ def test_unfinished_runs_show_their_phases_but_no_end(tiny_run):
 
     group = Group("x", (run_of(results, scenario=read_run(tiny_run).scenario),))
     assert group.curve("all") == [(1, 40.0)]
-    assert group.finals("all") == []
-    assert group.numbers("fpp") == []
+    assert group.finals("all.AP") == []
+    assert group.finals("fpp.AP") == []
 
 
 def test_the_curve_of_old_categories_begins_with_what_there_is_to_forget():

@@ -20,7 +20,7 @@ from cldetr.config_files import (
     part_from,
 )
 from cldetr.files import atomic_path
-from cldetr.report.paper import paper_tables
+from cldetr.report.sweep_table import paper_tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,15 +22,15 @@ from cldetr.engine.sweep import Experiment, Job, collect, plan, run_here
 from cldetr.errors import InputError
 from cldetr.files import atomic_path
 from cldetr.report.pages import write_comparison
-from cldetr.report.paper import paper_tables
 from cldetr.report.rundir import read_run
 from cldetr.report.sweep_table import (
     COLUMNS,
     RUNS,
     csv_text,
+    format_rows,
     latex,
-    markdown,
     own_rows,
+    paper_tables,
     table_rows,
 )
 
@@ -203,7 +203,7 @@ def _write_table(args: argparse.Namespace, results: Mapping[str, RUNS], refused:
         heading = table.title + ". In brackets: the paper's figures." * figures + "\n\n"
     else:
         rows, columns, heading = own_rows(results), COLUMNS, ""
-    text = heading + markdown(rows, columns)
+    text = heading + format_rows(rows, columns, "github")
     if refused:
         text += "\nNot shown, because the directory holds another run than the row's:\n\n"
         text += "".join(f"- {line}\n" for line in refused)

@@ -1,6 +1,8 @@
 """The table of a sweep: mean ± 95% confidence interval over the seeds, beside the paper's figures.
 
-A metric is written as `all.AP`, `old.APs`, `new.AP50` (of the last phase's model) or `fpp.AP`.
+A metric is written as `all.AP`, `old.APs`, `new.AP50` (of the last phase's model) or `fpp.AP`. The
+paper's tables are data, `paper.json`: its figures, entered once, and the run of each row. The last
+one, "ablation", is our own on the embedded data set and has no figures of the paper.
 """
 
 from __future__ import annotations
@@ -11,14 +13,60 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
 from scipy import stats
+from tabulate import tabulate
 
-from cldetr.report.paper import Figure, PaperTable
-
+Figure = tuple[float, float | None]  # a value and the half width of its 95% interval
 COLUMNS = ("all.AP", "all.AP50", "all.AP75", "old.AP", "new.AP", "fpp.AP")
 RUNS = Mapping[int, Mapping[str, Any]]  # results by seed
+# What LaTeX does not know as a letter; tabulate escapes the rest.
+_TEX = {"±": "$\\pm$", "≥": "$\\geq$", "×": "$\\times$", "Δ": "$\\Delta$", "–": "--"}
+
+
+class PaperRow(msgspec.Struct):
+    """A row of a table.
+
+    Attributes:
+        label: what the table calls it.
+        run: the config or run of `configs/` by name; None where the paper quotes another paper.
+        figures: by metric (`all.AP`, `old.APs`, `fpp.AP`, …), in %; each is a `Figure`.
+    """
+
+    label: str
+    run: str | None
+    figures: dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        """Takes a number alone for a figure without an interval."""
+        self.figures = {
+            metric: tuple(value) if isinstance(value, list) else (value, None)
+            for metric, value in self.figures.items()
+        }
+
+
+class PaperTable(msgspec.Struct):
+    """A table: its metrics, its rows, and whether rows are compared with the first."""
+
+    name: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[PaperRow, ...]
+    change: bool = False
+
+    def runs(self) -> list[str]:
+        """Names of the rows' runs, each once, in order."""
+        return list(dict.fromkeys(row.run for row in self.rows if row.run))
+
+
+def paper_tables() -> dict[str, PaperTable]:
+    """Reads all tables, by name."""
+    content = msgspec.json.decode(Path(__file__).with_name("paper.json").read_bytes())
+    tables = msgspec.convert(content["tables"], list[PaperTable])
+    return {table.name: table for table in tables}
 
 
 @dataclass(frozen=True)
@@ -93,39 +141,25 @@ def table_rows(table: PaperTable, found: Mapping[str, RUNS]) -> list[Row]:
     ]
 
 
-def markdown(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """The table for a page; the paper's figures stand in brackets."""
+def format_rows(rows: Sequence[Row], columns: Sequence[str], style: str) -> str:
+    """The table as text in a style of tabulate; the paper's figures stand in brackets."""
     change = any(row.change for row in rows)
-    heads = ["", "runs", *map(title, columns)] + (["Δ AP"] if change else [])
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    heads = ["", "runs", *map(title, columns)] + ["Δ AP"] * change
+    lines = []
     for row in rows:
-        cells = [row.label, str(row.runs)]
+        cells = [row.label, row.runs]
         for column in columns:
-            cell = _plain(row.ours[column])
-            cells.append(f"{cell} ({_plain(row.paper[column])})" if column in row.paper else cell)
-        if change:
-            cells.append(_plain(row.change, sign=True) if row.change else "")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+            cell = _show(row.ours[column])
+            cells.append(f"{cell} ({_show(row.paper[column])})" if column in row.paper else cell)
+        cells += [_show(row.change, "+") if row.change else ""] * change
+        lines.append(cells)
+    return tabulate(lines, heads, style, disable_numparse=True) + "\n"
 
 
 def latex(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """The table for a paper (package booktabs); the paper's figures stand in brackets."""
-    lines = [
-        f"\\begin{{tabular}}{{lc{'c' * len(columns)}}}",
-        "\\toprule",
-        " & ".join(["", "runs", *(_tex(title(column)) for column in columns)]) + " \\\\",
-        "\\midrule",
-    ]
-    for row in rows:
-        cells = [_tex(row.label), str(row.runs)]
-        for column in columns:
-            cell = _tex_figure(row.ours[column])
-            if column in row.paper:
-                cell += f" ({_tex_figure(row.paper[column])})"
-            cells.append(cell)
-        lines.append(" & ".join(cells) + " \\\\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
+    """The table for a paper (package booktabs)."""
+    text = format_rows(rows, columns, "latex_booktabs")
+    return "".join(_TEX.get(letter, letter) for letter in text)
 
 
 def csv_text(rows: Sequence[Row], columns: Sequence[str]) -> str:
@@ -152,9 +186,16 @@ def title(column: str) -> str:
     return metric if group == "all" else f"{group} {metric}"
 
 
+def value_of(results: Mapping[str, Any], column: str) -> float | None:
+    """A metric of a run's results: `all.AP` after the last phase, `fpp.AP`, `average_AP`."""
+    group, _, metric = column.partition(".")
+    scores = results[group] if group in results else results["phases"][-1][group]
+    return scores.get(metric) if isinstance(scores, Mapping) else scores
+
+
 def _measured(runs: RUNS, columns: Sequence[str]) -> dict[str, Figure | None]:
     return {
-        column: _figure([_value(results, column) for results in runs.values()])
+        column: _figure([value_of(results, column) for results in runs.values()])
         for column in columns
     }
 
@@ -162,7 +203,7 @@ def _measured(runs: RUNS, columns: Sequence[str]) -> dict[str, Figure | None]:
 def _change(runs: RUNS, reference: RUNS) -> Figure | None:
     differences = []
     for seed in runs.keys() & reference.keys():
-        own, other = (_value(results[seed], "all.AP") for results in (runs, reference))
+        own, other = (value_of(results[seed], "all.AP") for results in (runs, reference))
         differences.append(None if own is None or other is None else own - other)
     return _figure(differences)
 
@@ -172,29 +213,8 @@ def _figure(values: Sequence[float | None]) -> Figure | None:
     return mean_interval(known) if known else None
 
 
-def _value(results: Mapping[str, Any], column: str) -> float | None:
-    group, metric = column.split(".")
-    scores = results["fpp"] if group == "fpp" else results["phases"][-1][group]
-    return None if scores is None else scores[metric]
-
-
-def _plain(figure: Figure | None, sign: bool = False) -> str:
+def _show(figure: Figure | None, sign: str = "") -> str:
     if figure is None:
         return "–"
     mean, half = figure
-    text = f"{mean:+.1f}" if sign else f"{mean:.1f}"
-    return text if half is None else f"{text} ± {half:.1f}"
-
-
-def _tex_figure(figure: Figure | None) -> str:
-    if figure is None:
-        return "--"
-    mean, half = figure
-    return f"{mean:.1f}" if half is None else f"{mean:.1f}{{\\tiny$\\pm${half:.1f}}}"
-
-
-_TEX = {"&": "\\&", "%": "\\%", "_": "\\_", "#": "\\#", "≥": "$\\geq$", "×": "$\\times$"}
-
-
-def _tex(text: str) -> str:
-    return "".join(_TEX.get(letter, letter) for letter in text)
+    return f"{mean:{sign}.1f}" + ("" if half is None else f" ± {half:.1f}")

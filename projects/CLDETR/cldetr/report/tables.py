@@ -16,7 +16,7 @@ import numpy as np
 from cldetr.config import default_config, identity
 from cldetr.report.plotting import signed
 from cldetr.report.rundir import Run, Stage
-from cldetr.report.sweep_table import mean_interval
+from cldetr.report.sweep_table import mean_interval, value_of
 
 SETS = ("all", "old", "new")
 _SEEDS = ("SEED", "SCENARIO.CLASS_SEED", "SCENARIO.DATA_SEED")
@@ -205,15 +205,9 @@ class Group:
         """Those of its runs that have come to their end."""
         return [run for run in self.runs if run.finished]
 
-    def finals(self, name: str, metric: str = "AP") -> list[float]:
-        """A set's metric after the last phase, of each finished run."""
-        sets = [results["phases"][-1][name] for results in self._results()]
-        return [value for x in sets if x and (value := x.get(metric)) is not None]
-
-    def numbers(self, key: str) -> list[float]:
-        """The same of a number of the whole run: "fpp" (its AP), "average_AP", "forgetting"."""
-        found = [results[key] for results in self._results()]
-        values = [value["AP"] if isinstance(value, dict) else value for value in found]
+    def finals(self, column: str) -> list[float]:
+        """A metric (see `value_of`) of each finished run that has it."""
+        values = [value_of(results, column) for results in self._results()]
         return [value for value in values if value is not None]
 
     def final_by_category(self) -> dict[str, float]:
