@@ -36,6 +36,16 @@ def sick_steps(monkeypatch):
     return steps
 
 
+def test_a_stage_shorter_than_the_log_period_ends_with_its_loss(tiny_config, tmp_path, caplog):
+    with caplog.at_level(logging.INFO):
+        train(tiny_config(tmp_path, "LOG_PERIOD", "50"))
+    lines = [record.message for record in caplog.records if "s/step" in record.message]
+    assert [line.split("  ")[0] for line in lines] == [
+        *("phase 1/2 train", "phase 2/2 train", "phase 2/2 calibrate")
+    ]
+    assert all(float(line.partition("loss ")[2].split()[0]) > 0.1 for line in lines)
+
+
 def test_a_step_without_finite_gradient_is_skipped_and_named(
     tiny_config, tmp_path, sick_steps, caplog
 ):

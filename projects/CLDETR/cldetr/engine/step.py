@@ -108,7 +108,10 @@ class StageTrainer(SimpleTrainer):
             self._skipped = 0
             self.scaler.step(self.optimizer)
             get_event_storage().put_scalar("grad_norm", float(norm))
-            self._write_metrics(losses, data_time)
+            if self.step + 1 == self.steps:  # a stage may be shorter than LOG_PERIOD
+                self.write_metrics(losses, data_time, self.iter)
+            else:
+                self._write_metrics(losses, data_time)
         else:
             self._skip(batch, losses)
         self.scaler.update()
