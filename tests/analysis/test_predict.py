@@ -91,9 +91,52 @@ def test_weights_that_do_not_say_their_model_need_a_config(weights, photos, tmp_
     assert found == Predictor.from_checkpoint(weights)(image, score=0.1)
 
 
-def test_a_run_in_place_of_weights_is_told_which_of_its_files_to_take(tiny_run):
-    with pytest.raises(InputError, match=r"phase2/calibrate/model\.pth"):
-        Predictor.from_checkpoint(tiny_run)
+def test_a_run_in_place_of_weights_stands_for_its_newest_model(tiny_run, photos, tmp_path, caplog):
+    image = sorted(photos.iterdir())[0]
+    with caplog.at_level("INFO"):
+        found = Predictor.from_checkpoint(tiny_run)(image, score=0.0)
+    assert "phase2/calibrate/model.pth" in caplog.text
+    assert found == Predictor.from_checkpoint(tiny_run / "phase2/calibrate/model.pth")(image, 0.0)
+    unfinished = shutil.copytree(tiny_run, tmp_path / "run")
+    for stage in unfinished.glob("phase*/*/stage.json"):
+        stage.unlink()
+    with pytest.raises(InputError, match=r"no phase of .* is finished yet"):
+        Predictor.from_checkpoint(unfinished)
+
+
+def test_images_are_resized_to_what_the_detector_was_trained_on(tiny_run, photos, tmp_path, caplog):
+    weights = tiny_run / "phase2/calibrate/model.pth"
+    with Image.open(sorted(photos.iterdir())[0]) as image:
+        small = np.array(image.convert("RGB"))
+    assert small.shape == (64, 64, 3)
+    large = small.repeat(8, axis=0).repeat(8, axis=1)
+    predictor = Predictor.from_checkpoint(weights)
+    expected, found = predictor(small, 0.0), predictor(large, 0.0)
+    resized = [x for x in caplog.records if "short side of 512 to 64 pixels" in x.getMessage()]
+    assert len(resized) == 1
+    as_it_is = Predictor.from_checkpoint(weights, short_side=0)(large, 0.0)
+    scores = [np.array([x.score for x in each]) for each in (expected, found, as_it_is)]
+    assert abs(scores[1] - scores[0]).max() < 3e-3
+    assert abs(scores[2] - scores[0]).max() > 1e-2
+    np.testing.assert_allclose(np.array(found[0].box) / 8, expected[0].box, atol=0.5)
+    Image.fromarray(large).save(tmp_path / "large.png")
+    words = [tmp_path / "large.png", "--out", tmp_path / "out", "--short-side", "64"]
+    assert predict(weights, *words, "--score", "0") == 0
+    stored = json.loads((tmp_path / "out/detections.json").read_text())
+    assert [x["score"] for x in stored] == [x.score for x in found]
+
+
+def test_a_detector_of_images_as_they_are_knows_the_sizes_of_its_training_images(weights, photos):
+    state = load_state(weights)
+    assert state["cldetr"]["short_sides"] == [64, 64]
+    config = yaml.safe_load(state["cldetr"]["config"])
+    config["INPUT"]["MIN_SIZE_TRAIN"] = [0]  # trained without any resizing
+    state["cldetr"] |= {"config": yaml.safe_dump(config), "short_sides": [48, 96]}
+    save_state(weights.with_name("own_sizes.pth"), state)
+    predictor = Predictor.from_checkpoint(weights.with_name("own_sizes.pth"))
+    for side, expected in ((30, 48), (64, 64), (96, 96), (200, 96)):
+        pixels = np.zeros((side, 2 * side, 3), dtype=np.uint8)
+        assert predictor.prepare(pixels).shape == (3, expected, 2 * expected)
 
 
 def test_weights_of_a_lazy_config_may_not_name_anything_but_parts_of_models(weights, tmp_path):

@@ -72,7 +72,7 @@ def test_parts_of_a_method_that_a_file_does_not_name_are_off(tmp_path):
     assert method.calibrate.complete.foreground == 0.2
     assert method_of(load_config(str(path), ["method.calibrate=null"])).calibrate is None
     path.write_text(path.read_text().replace("k=3", "kk=3"))
-    with pytest.raises(InputError, match=r"unknown key method\.pseudo\.kk; did you mean .*pseudo\.k"):
+    with pytest.raises(InputError, match=r"unknown key method\.pseudo\.kk; did you mean"):
         load_config(str(path))
 
 

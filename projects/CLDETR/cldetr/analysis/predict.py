@@ -11,9 +11,10 @@ Weights know their model and their classes:
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import overload
 
@@ -26,10 +27,12 @@ from torch import Tensor
 from cldetr.config import load_config
 from cldetr.data.mapper import Augmentation, read_image
 from cldetr.engine.checkpoint import load_state
-from cldetr.engine.restore import build_detector, config_of_weights, find_device
+from cldetr.engine.restore import build_detector, config_of_weights, final_weights, find_device
 from cldetr.errors import InputError
 from cldetr.grouping import Category
 from cldetr.modeling.detector import Detector
+
+logger = logging.getLogger(__name__)
 
 Picture = str | os.PathLike[str] | Image.Image | np.ndarray
 
@@ -54,6 +57,7 @@ class Predictor:
         categories: Sequence[Category],
         augmentation: Augmentation,
         seen: Sequence[str] | None = None,
+        short_sides: Sequence[int] | None = None,
     ) -> None:
         """Takes a detector for prediction; puts it in evaluation mode.
 
@@ -63,10 +67,14 @@ class Predictor:
             augmentation: says the test size and the order of channels.
             seen: names of the classes that it has learnt; others are never predicted. None: those
                 that its weights say.
+            short_sides: the smallest and the largest short side that it was trained on. Without a
+                test size, images outside of them are resized to the nearer one. None: never.
         """
         self.detector = detector.eval()
         self.categories = tuple(categories)
         self.augmentation = augmentation
+        self.short_sides = None if augmentation.test_short_side else short_sides
+        self._told = False
         if len(self.categories) != detector.num_classes:
             raise InputError(
                 f"the detector has {detector.num_classes} classes, "
@@ -84,21 +92,22 @@ class Predictor:
         config_file: str | None = None,
         overrides: Sequence[str] = (),
         device: str = "auto",
+        short_side: int | None = None,
     ) -> Predictor:
         """Loads a weights file of a run, or one that `cldetr convert` made.
 
         Args:
-            path: `model.pth`, or a checkpoint of a stage that is still training.
+            path: `model.pth`, a checkpoint of a stage that is still training, or a run directory:
+                then the weights of its last finished phase.
             config_file: the config that it was trained with, needed only where the file does not
                 say which model it is of.
             overrides: of the config.
             device: "cpu", "cuda" or "auto": a GPU where there is one.
+            short_side: resize images to this short side; 0 keeps their size. None: as in training.
         """
         if (Path(path) / "config.yaml").is_file():
-            raise InputError(
-                f"{path} is a run, which has weights of each phase: give one of its files, such as "
-                f"{_newest_weights(Path(path))}"
-            )
+            path = _newest_weights(Path(path))
+            logger.info("weights: %s", path)
         state = load_state(path)
         meta = state.get("cldetr")
         if not isinstance(meta, Mapping) or not meta.get("categories"):
@@ -112,7 +121,11 @@ class Predictor:
             cfg = config_of_weights(meta, path)
         detector = build_detector(cfg, state, str(path), find_device(device))
         categories = [Category(entry["id"], entry["name"]) for entry in meta["categories"]]
-        return cls(detector, categories, Augmentation.from_config(cfg), meta.get("seen"))
+        augmentation = Augmentation.from_config(cfg)
+        sides = augmentation.short_sides or meta.get("short_sides")
+        if short_side is not None:
+            augmentation, sides = replace(augmentation, test_short_side=short_side), None
+        return cls(detector, categories, augmentation, meta.get("seen"), sides)
 
     @overload
     def __call__(self, images: Picture, score: float = 0.5) -> list[Detection]: ...
@@ -162,14 +175,33 @@ class Predictor:
         return read_image({"file_name": os.fspath(image)}, "RGB")
 
     def prepare(self, pixels: np.ndarray) -> Tensor:
-        """Resizes an RGB image to the test size and orders its channels, (3, H, W)."""
-        resized = self.augmentation.test_transform(*pixels.shape[:2]).apply_image(pixels)
+        """Resizes an RGB image as in training and orders its channels, (3, H, W)."""
+        augmentation, short = self.augmentation, min(pixels.shape[:2])
+        if self.short_sides:
+            side = int(np.clip(short, min(self.short_sides), max(self.short_sides)))
+            if side != short:
+                augmentation = replace(augmentation, test_short_side=side)
+                self._tell_once(short, side)
+        resized = augmentation.test_transform(*pixels.shape[:2]).apply_image(pixels)
         if self.augmentation.format == "BGR":
             resized = resized[:, :, ::-1]
         return torch.from_numpy(np.ascontiguousarray(resized.transpose(2, 0, 1)))
 
+    def _tell_once(self, short: int, side: int) -> None:
+        if not self._told:
+            logger.warning(
+                "images of other sizes than those trained on are resized, such as this one with a "
+                "short side of %d to %d pixels (to keep sizes: short_side=0, or --short-side 0)",
+                short,
+                side,
+            )
+        self._told = True
+
 
 def _newest_weights(run: Path) -> Path:
-    """The last weights of a run, or where they will be."""
-    found = sorted(run.glob("phase*/*/model.pth"), key=lambda path: path.stat().st_mtime)
-    return found[-1] if found else run / "phase1/train/model.pth"
+    """The weights that the last finished phase of a run ended with."""
+    phases = range(len(list(run.glob("phase*"))), 0, -1)
+    found = next(filter(None, (final_weights(run, phase) for phase in phases)), None)
+    if found is None:
+        raise InputError(f"no phase of {run} is finished yet: continue the run with --resume")
+    return found

@@ -26,7 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
     parser.add_argument("images", nargs="+", type=Path, help="image files, or folders of them")
     parser.add_argument(
-        "--weights", type=Path, required=True, metavar="FILE", help="model.pth of a run"
+        "--weights",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="model.pth, or a run directory: its newest model",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="where pictures and JSON go"
@@ -38,6 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config-file",
         metavar="FILE",
         help="the config of the weights; needed only where they lie outside of their run",
+    )
+    parser.add_argument(
+        "--short-side",
+        type=int,
+        metavar="PIXELS",
+        help="resize images to this short side; 0 keeps their size (default: as in training)",
     )
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (a GPU, if any)")
     parser.add_argument(
@@ -55,7 +65,10 @@ def run(args: argparse.Namespace) -> int:
         raise InputError.listing(f"{len(unusable)} images cannot be used:", unusable)
     pictures = name_pictures(files, args.out)
     predictor = Predictor.from_checkpoint(
-        args.weights, config_file=args.config_file, device=args.device
+        args.weights,
+        config_file=args.config_file,
+        device=args.device,
+        short_side=args.short_side,
     )
     args.out.mkdir(parents=True, exist_ok=True)
     images, results, problems = [], [], []

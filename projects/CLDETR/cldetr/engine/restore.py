@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,18 @@ _OFFICIAL = {
 }
 
 
-def describe(cfg: CfgNode, scenario: Scenario, phase: int, stage: str) -> dict[str, Any]:
-    """What a weights file says about itself: all that prediction needs."""
+def describe(
+    cfg: CfgNode, scenario: Scenario, phase: int, stage: str, short_sides: Sequence[int]
+) -> dict[str, Any]:
+    """What a weights file says about itself: all that prediction needs.
+
+    Args:
+        cfg: of the run.
+        scenario: of the run.
+        phase: that the weights are of.
+        stage: the same.
+        short_sides: the smallest and the largest of the training images, before any resizing.
+    """
     own = default_config()
     # The same weights make the same file, wherever they are made.
     kept = {key: value for key, value in leaves(cfg) if key not in RUNTIME_KEYS}
@@ -53,6 +63,7 @@ def describe(cfg: CfgNode, scenario: Scenario, phase: int, stage: str) -> dict[s
         "scenario": scenario.name,
         "phase": phase,
         "stage": stage,
+        "short_sides": list(short_sides),
         "config": own.dump(),
     }
 

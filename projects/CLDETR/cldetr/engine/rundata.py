@@ -77,6 +77,16 @@ class RunData:
         """Images in registered data sets."""
         return sum(len(DatasetCatalog.get(name)) for name in names)
 
+    def short_sides(self, phase: int) -> tuple[int, int]:
+        """The smallest and the largest short side of the images of all phases up to this one."""
+        found = []
+        for each in self.scenario.phases[:phase]:
+            data = self.train[each.source]
+            indices = data.indices_of(each.image_ids)
+            found.append(np.minimum(data.widths[indices], data.heights[indices]))
+        sides = np.concatenate(found)
+        return int(sides.min()), int(sides.max())
+
     def load_memory(self, folder: Path) -> ExemplarMemory:
         """Reads E_1:i from the folder of its selection, and registers it."""
         memory = from_rank0(lambda: self._read_memory(folder))

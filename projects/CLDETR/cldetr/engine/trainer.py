@@ -439,7 +439,7 @@ class IncrementalTrainer(TrainerBase):
         self.stage = stage.name
         self.cfg = stage_config(self.run_cfg, stage, self.data.name("test", stage.phase))
         self.learner = learner
-        meta = describe(self.run_cfg, self.data.scenario, stage.phase, stage.name)
+        meta = self._describe(stage.phase, stage.name)
         self.optimizer = self.build_optimizer(self.cfg, self.detector)
         self.scheduler = self.build_lr_scheduler(self.cfg, self.optimizer)
         self.data_loader = self.build_train_loader(self.cfg)
@@ -526,10 +526,15 @@ class IncrementalTrainer(TrainerBase):
         self, phase: int, stage: str, inputs: Mapping[str, str], facts: Mapping[str, Any]
     ) -> None:
         """Writes the weights that a training stage ended with and declares it finished."""
-        meta = describe(self.run_cfg, self.data.scenario, phase, stage)
+        meta = self._describe(phase, stage)
         weights = {"model": finite_weights(self.detector), "cldetr": meta}
         save_state(self.ledger.folder(phase, stage) / "model.pth", weights)
         self.ledger.finish(phase, stage, ["model.pth"], inputs, facts)
+
+    def _describe(self, phase: int, stage: str) -> dict[str, Any]:
+        """What the weights of a stage say about themselves."""
+        sides = self.data.short_sides(phase)
+        return describe(self.run_cfg, self.data.scenario, phase, stage, sides)
 
     def _pseudo_facts(self, learner: Learner) -> dict[str, Any]:
         """Pseudo-labels by category, on the images that this process saw since its start."""
