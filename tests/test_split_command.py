@@ -169,7 +169,7 @@ def test_phases_and_orders_are_taken_by_name(annotations, tmp_path):
         (["--annotations", "A", "--scenario", "5+2"], "needs 7 categories"),
         (["--annotations", "A", "--scenario", "5+3", "--order", "name"], "choose id, seed"),
         (["--annotations", "A", "--scenario", "5+3", "--data-seed", "-1"], "seed must be"),
-        (["--annotations", "A", "--phases", "class 1;nothing"], "no category of a"),
+        (["--annotations", "A", "--phases", "class 1;nothing"], "not a category of a"),
         (["--annotations", "A", "--scenario", "5+3", "--write-json"], "--out"),
         (["--annotations", "A", "--scenario", "5+3", "--image-root", "x", "y"], "2 folders"),
         (["--phases-from", "A", "--scenario", "5+3"], "without --annotations"),

@@ -208,7 +208,7 @@ def test_all_missing_and_damaged_images_are_told_at_once(weights, photos, tmp_pa
     assert predict(weights, *words) == 2
     said = capsys.readouterr().err
     assert "a.png: there is no such file" in said
-    assert "empty: no image lies in this folder" in said
+    assert "empty: no image in this folder" in said
     whole = sorted(photos.iterdir())[0].read_bytes()
     (tmp_path / "b.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "c.png").write_bytes(b"")

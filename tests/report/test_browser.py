@@ -112,7 +112,7 @@ def test_a_browser_shows_the_whole_report(browser, site, tiny_run, tmp_path, wid
         "Time and memory",
         "Data and split",
         "Settings",
-        "Where it comes from",
+        "Provenance",
     ):
         assert heading in seen["text"]
     [last] = [row for row in seen["tables"][0] if row[0] == "after phase 2"]

@@ -123,11 +123,11 @@ def test_runs_are_found_in_the_folder_of_a_sweep(copy, tmp_path):
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(InputError, match="holds no run"):
+    with pytest.raises(InputError, match="contains no run"):
         find_runs([tmp_path])
-    with pytest.raises(InputError, match="no folder"):
+    with pytest.raises(InputError, match="not a folder"):
         find_runs([tmp_path / "absent"])
-    with pytest.raises(InputError, match="holds no run"):
+    with pytest.raises(InputError, match="is not a run directory"):
         read_run(tmp_path)
 
 

@@ -15,7 +15,7 @@ from cldetr.errors import InputError
 # name → what it does. A command is a module `cldetr.commands.<name>` with `add_arguments(parser)`
 # and `run(args) -> int`; it is imported only when asked for, so that `--help` answers at once.
 COMMANDS = {
-    "doctor": "tell what works on this machine and what does not, with the fix",
+    "doctor": "check what works on this machine, with the fix for what does not",
     "demo": "train CL-DETR and fine-tuning on the embedded data set, in minutes on a CPU",
     "build": "compile the fast operators for this machine",
     "shapes": "generate the embedded data set",
@@ -23,13 +23,13 @@ COMMANDS = {
     "exemplars": "choose the exemplars of a data set",
     "configs": "list what each config computes, and compose new ones",
     "sweep": "run configs over several seeds and tabulate means with their confidence",
-    "predict": "find objects in images with a trained detector",
-    "export": "write a detector as a file that PyTorch runs without this package",
-    "report": "draw the page of a run, or one that compares several",
+    "predict": "detect objects in images with a trained detector",
+    "export": "export a detector to a file that PyTorch runs without this package",
+    "report": "write the report of a run, or one that compares several",
     "pictures": "draw pseudo-labels, their matching, and predictions of a run",
-    "diagnose": "tell how good pseudo-labels are by K, λ and score, and which to take",
+    "diagnose": "measure pseudo-labels for every K, λ and score, and recommend a setting",
     "convert-data": "write Pascal VOC, YOLO or registered data as a COCO file",
-    "convert": "turn official Deformable DETR, DETR, UP-DETR and CL-DETR checkpoints into ours",
+    "convert": "convert official Deformable DETR, DETR, UP-DETR and CL-DETR checkpoints",
 }
 
 

@@ -129,7 +129,7 @@ def _resolve(groups: Sequence[Sequence[str | int]], data: Annotations) -> list[l
             if label is None:
                 near = difflib.get_close_matches(str(word), by_name, n=1)
                 hint = f"; do you mean {near[0]!r}?" if near else ""
-                problems.append(f"{word!r} (list {index}) is no category of {data.name}{hint}")
+                problems.append(f"{word!r} (list {index}) is not a category of {data.name}{hint}")
             elif label in first_list:
                 problems.append(f"{word!r} is named twice (lists {first_list[label]} and {index})")
             else:

@@ -77,8 +77,8 @@ class Predictor:
         self._told = False
         if len(self.categories) != detector.num_classes:
             raise InputError(
-                f"the detector has {detector.num_classes} classes, "
-                f"{len(self.categories)} categories are named"
+                f"the detector has {detector.num_classes} classes, but "
+                f"{len(self.categories)} categories are given"
             )
         if seen is not None:
             known = [category.name in seen for category in self.categories]

@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Converts one file and says what became of every weight."""
     if args.out.suffix != ".pth":
-        raise InputError(f"the output must end in .pth, so that it is loaded right: {args.out}")
+        raise InputError(f"the output file must end in .pth: {args.out}")
     categories = read_categories(args.categories) if args.categories else COCO
     # Official checkpoints hold their command line as a Namespace, which is plain data.
     with torch.serialization.safe_globals([argparse.Namespace]):
@@ -89,7 +89,7 @@ def read_categories(files: Sequence[Path]) -> tuple[tuple[int, str], ...]:
         except OSError as error:
             raise InputError(f"cannot read {file}: {error.strerror}") from error
         except msgspec.DecodeError as error:
-            raise InputError(f"{file} is no COCO annotation file: {error}") from error
+            raise InputError(f"{file} is not a COCO annotation file: {error}") from error
         for category in sorted(categories, key=lambda category: category.id):
             if found.setdefault(category.id, category.name) != category.name:
                 raise InputError(
@@ -113,7 +113,7 @@ def read_seen(words: Sequence[str], categories: Sequence[tuple[int, str]]) -> li
     known = [name for _, name in categories]
     unknown = [f"{name!r}{suggest(name, known)}" for name in names if name not in known]
     if unknown:
-        raise InputError.listing("--seen names what the checkpoint has no row of:", unknown)
+        raise InputError.listing("--seen names what the checkpoint does not have:", unknown)
     return names
 
 

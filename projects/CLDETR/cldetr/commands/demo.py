@@ -73,4 +73,4 @@ def _train(ours: Job, plain: Job) -> None:
                 process.wait()
     for job, process in running.items():
         if process.returncode:
-            raise InputError(f"{job.folder} ended with {process.returncode}; run the demo again")
+            raise InputError(f"{job.folder} failed ({process.returncode}): run the demo again")

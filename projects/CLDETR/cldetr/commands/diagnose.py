@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="label the phase's training images, if their file knows the old classes, or the test "
         "images",
     )
-    parser.add_argument("--limit", type=int, default=1000, help="maximum of images (default: 1000)")
+    parser.add_argument("--limit", type=int, default=1000, help="number of images (default: 1000)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (a GPU, if any)")
     parser.add_argument(
         "--set", nargs="+", default=[], metavar="KEY", help="overrides of the config, KEY VALUE …"
@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measures, prints the tables and writes JSON, CSV and plots."""
     if args.limit < 1:
-        raise InputError(f"--limit is at least 1, not {args.limit}")
+        raise InputError(f"--limit must be at least 1, not {args.limit}")
     if (args.run_dir is None) == (args.weights is None):
         raise InputError("give a run directory, or --weights with --config-file and --out")
     if args.run_dir is not None:

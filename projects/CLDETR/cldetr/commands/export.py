@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs=2,
         required=True,
         metavar=("HEIGHT", "WIDTH"),
-        help="of the images, which must then all have it",
+        help="of the input images: the exported detector takes this size only",
     )
     parser.add_argument("--config-file", metavar="FILE", help="the config of the weights")
 
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exports, verifies and tells how equal it is."""
     if args.out.suffix != ".pt2":
-        raise InputError(f"the output must end in .pt2: {args.out}")
+        raise InputError(f"the output file must end in .pt2: {args.out}")
     predictor = Predictor.from_checkpoint(args.weights, config_file=args.config_file, device="cpu")
     height, width = args.size
     apart = export_detector(predictor, height, width, args.out)

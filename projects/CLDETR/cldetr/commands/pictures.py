@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Draws and tells where the pictures are."""
     if args.sample < 1:
-        raise InputError(f"--sample is at least 1, not {args.sample}")
+        raise InputError(f"--sample must be at least 1, not {args.sample}")
     phases = None if args.phase is None else [args.phase]
     written = draw_run_pictures(
         args.run_dir,

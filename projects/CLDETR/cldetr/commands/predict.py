@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="DIR", help="where pictures and JSON go"
     )
     parser.add_argument(
-        "--score", type=float, default=0.5, help="least score of a detection (default: 0.5)"
+        "--score", type=float, default=0.5, help="minimum score of a detection (default: 0.5)"
     )
     parser.add_argument(
         "--config-file",
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Predicts on all images and writes what was found."""
     if not 0.0 <= args.score <= 1.0:
-        raise InputError(f"--score lies in [0, 1], not {args.score}")
+        raise InputError(f"--score must be in [0, 1], not {args.score}")
     files = find_images(args.images)
     unusable = [f"{path}: {problem}" for path in files if (problem := check_file(path)[0])]
     if unusable:  # before the work starts
@@ -118,7 +118,7 @@ def find_images(paths: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(x for x in path.iterdir() if x.suffix.lower() in ENDINGS)
             if not inside:
-                problems.append(f"{path}: no image lies in this folder ({', '.join(ENDINGS)})")
+                problems.append(f"{path}: no image in this folder ({', '.join(ENDINGS)})")
             found += inside
         elif path.is_file():
             found.append(path)

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     out = args.out
     if out is None:
         if len(args.runs) > 1:
-            raise InputError("several runs have no folder of their own: add --out DIR")
+            raise InputError("to compare several runs, say where the page goes: add --out DIR")
         out = args.runs[0] / "report"
     page = write_run_page(runs[0], out) if len(runs) == 1 else write_comparison(runs, out)
     print(f"wrote {page}, and its plots as PNG and SVG in {out / 'figures'}")

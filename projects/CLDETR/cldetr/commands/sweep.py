@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs what is not finished, prints the table and writes it as Markdown, CSV and LaTeX."""
     if bool(args.configs) == bool(args.table):
-        raise InputError("a sweep takes configs, or a table by --table")
+        raise InputError("give configs, or a table with --table")
     names = paper_tables()[args.table].runs() if args.table else args.configs
     weights = _weights(args.weights)
     experiments = [_experiment(name, args.set, weights) for name in names]
@@ -120,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
         return _print_plan([job for job in jobs if not job.finished])
     room = devices // gpus if gpus else 1
     if not (room or args.parallel or args.cluster or args.table_only):
-        raise InputError(f"a run wants {gpus} GPUs, this machine has {devices}")
+        raise InputError(f"this machine has {devices} GPUs, not {gpus}: lower --gpus-per-run")
     try:
         if not args.table_only:
             for job in jobs:  # before anything is trained; finished runs do not need them
@@ -179,8 +179,7 @@ def _weights(words: Sequence[str]) -> dict[str, str]:
     for detector, path in weights.items():
         if detector not in detectors:
             raise InputError(
-                f"--weights knows no detector {detector!r}; the detectors are "
-                f"{', '.join(detectors)}"
+                f"--weights: unknown detector {detector!r}; choose one of {', '.join(detectors)}"
             )
         check_weights(path)
     return weights
@@ -205,7 +204,7 @@ def _write_table(args: argparse.Namespace, results: Mapping[str, RUNS], refused:
         rows, columns, heading = own_rows(results), COLUMNS, ""
     text = heading + format_rows(rows, columns, "github")
     if refused:
-        text += "\nNot shown, because the directory holds another run than the row's:\n\n"
+        text += "\nNot shown, because the directory contains a different run:\n\n"
         text += "".join(f"- {line}\n" for line in refused)
     for suffix, content in {
         "md": text + "\n" + _provenance(args),

@@ -1,8 +1,8 @@
 """COCO's average precision over arrays: one matching, from which any group of classes is read.
 
-The rules are COCO's (Lin et al. 2014) as pycocotools carries them out, and the numbers are the same
-to the last bit, for every class, size and IoU threshold. What differs is the way: all images,
-classes, sizes and thresholds are matched together in NumPy instead of one Python loop for each.
+The rules are COCO's (Lin et al. 2014) as pycocotools implements them, and the numbers are the same
+to the last bit, for every class, size and IoU threshold. Only the computation differs: all images,
+classes, sizes and thresholds are matched together in NumPy instead of in Python loops.
 
 Shape shorthand: I images, N objects, D detections, C candidates (a detection and an object of its
 class with enough overlap), K classes, A = 4 area ranges, T = 10 IoU thresholds, R = 101 recalls.
@@ -72,7 +72,7 @@ class GroundTruth:
         Args:
             data: The annotation file.
             label_of: The scenario's label of each category of `data`, in the order of its
-                categories; −1 leaves that category out.
+                categories; −1 drops that category.
             source: What the loader's entries call the data set; `data.name` by default.
         """
         label_of = np.asarray(label_of, dtype=np.int64)
@@ -107,8 +107,8 @@ class GroundTruth:
     def join(cls, truths: Sequence[GroundTruth]) -> GroundTruth:
         """Joins data sets, to evaluate on all of them as one.
 
-        A data set says nothing of labels that it does not annotate, so detections of those on its
-        images count neither for nor against. Image ids of different data sets may be the same.
+        Detections of labels that a data set does not annotate count neither for nor against on its
+        images. Image ids of different data sets may be the same.
         """
         sources = tuple(source for truth in truths for source in truth.sources)
         if len({source.name for source in sources}) < len(sources):
@@ -128,7 +128,7 @@ class GroundTruth:
         )
 
     def judges(self, images: np.ndarray, labels: np.ndarray) -> np.ndarray:
-        """Marks the (image, label) pairs that a data set speaks of, as (D,) bool."""
+        """Mask of detections whose label is annotated in their image's data set, (D,) bool."""
         marked = np.zeros(len(labels), dtype=bool)
         for index, source in enumerate(self.sources):
             here = self.image_sources[images] == index
@@ -136,7 +136,7 @@ class GroundTruth:
         return marked
 
     def images_with(self, labels: Labels) -> np.ndarray:
-        """Marks the images with at least one object (a crowd too) of `labels`, as (I,) bool."""
+        """Mask of images with at least one object (a crowd too) of `labels`, (I,) bool."""
         marked = np.zeros(len(self.image_ids), dtype=bool)
         marked[self.images[np.isin(self.labels, labels)]] = True
         return marked
@@ -229,9 +229,9 @@ def match(truth: GroundTruth, detections: Detections) -> Matching:
         # taken wins, those of the area range before all others.
         free = ~taken[objects] | truth.crowd[objects, None, None]
         possible = free & (overlaps[:, None, None] >= IOU_THRESHOLDS)  # (C, A, T)
-        place = np.arange(1, len(found) + 1)[:, None] + len(found) * ~ignored[objects]  # (C, A)
+        rank = np.arange(1, len(found) + 1)[:, None] + len(found) * ~ignored[objects]  # (C, A)
         starts = _run_starts(found)
-        best = np.maximum.reduceat(possible * place[:, :, None], starts, axis=0)
+        best = np.maximum.reduceat(possible * rank[:, :, None], starts, axis=0)
         row, area, threshold = np.nonzero(best)
         winner = (best[row, area, threshold] - 1) % len(found)
         taken[objects[winner], area, threshold] = True
@@ -247,7 +247,7 @@ def _rounds(
 
     The detections of one pair (image and class) choose in turn: the nth of each pair in round n,
     all pairs together. Those that overlap no object enough take no turn. The candidates of a
-    detection stand together, by ascending overlap and then by place in the file.
+    detection stand together, by ascending overlap and then by their order in the file.
     """
     found, objects, overlaps = _candidates(truth, detections, pairs)
     choosing, which = np.unique(found, return_inverse=True)
@@ -312,10 +312,10 @@ def _precision_at_recalls(hits: np.ndarray, misses: np.ndarray, to_find: np.ndar
     envelope = np.maximum.accumulate(precision[..., ::-1], axis=2)[..., ::-1]
     for a in np.flatnonzero(to_find):
         for t in range(len(IOU_THRESHOLDS)):
-            place = np.searchsorted(true[a, t] / to_find[a], RECALLS, side="left")
-            reached = place < true.shape[2]
+            index = np.searchsorted(true[a, t] / to_find[a], RECALLS, side="left")
+            reached = index < true.shape[2]
             table[t, :, a] = 0.0
-            table[t, reached, a] = envelope[a, t, place[reached]]
+            table[t, reached, a] = envelope[a, t, index[reached]]
     return table
 
 

@@ -62,7 +62,7 @@ class IncrementalEvaluator(DatasetEvaluator):
             image_ids: What the inputs call the images of `truth`, where that is something else.
         """
         if not 1 <= phase <= len(scenario.phases):
-            raise ValueError(f"phase {phase} of scenario {scenario.name}: not there")
+            raise ValueError(f"scenario {scenario.name} has no phase {phase}")
         self._names = {k: scenario.categories[k].name for k in scenario.seen(phase)}
         twice = [name for name, count in Counter(self._names.values()).items() if count > 1]
         if twice:

@@ -161,10 +161,10 @@ def format_matrix(results: Mapping[str, Any]) -> str:
     """Formats the AP after each phase (rows) on the classes of each phase (columns) as text."""
     matrix: Matrix = results["matrix"]
     label_width, cell_width = 16, 7
-    most = (_WIDTH - label_width) // cell_width
+    limit = (_WIDTH - label_width) // cell_width
     blocks = []
-    for first in range(0, len(matrix), most):
-        columns = range(first, min(first + most, len(matrix)))
+    for first in range(0, len(matrix), limit):
+        columns = range(first, min(first + limit, len(matrix)))
         header = "".join(f"{j + 1:>{cell_width}}" for j in columns)
         lines = [f"{'AP on classes of':<{label_width}}{header}"]
         for i, row in enumerate(matrix[first:], start=first):

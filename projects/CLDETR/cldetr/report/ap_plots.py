@@ -31,7 +31,7 @@ def ap_over_phases(groups: Sequence[Group]) -> Plot:
 def final_ap(groups: Sequence[Group]) -> Plot:
     """Bars of the AP that runs end with, and of what they forgot."""
     columns = {f"Final AP, {name} categories": f"{name}.AP" for name in SETS}
-    columns["Forgetting (FPP, less is better)"] = "fpp.AP"
+    columns["Forgetting (FPP, lower is better)"] = "fpp.AP"
     measures = {title: [x.finals(column) for x in groups] for title, column in columns.items()}
     panels = [
         Panel(title, functools.partial(_draw_means, groups, values), 70 + 30 * len(groups))

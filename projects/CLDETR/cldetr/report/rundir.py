@@ -107,11 +107,11 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     found: list[Path] = []
     for path in paths:
         if not path.is_dir():
-            raise InputError(f"{path} is no folder: give run directories (OUTPUT_DIR of a run)")
+            raise InputError(f"{path} is not a folder: give run directories (OUTPUT_DIR of a run)")
         inside = [path] if _is_run(path) else sorted(_runs_below(path, depth=3), key=_natural)
         if not inside:
             raise InputError(
-                f"{path} holds no run: give the OUTPUT_DIR of a run, or a folder of runs"
+                f"{path} contains no run: give the OUTPUT_DIR of a run, or a folder of runs"
             )
         found += [run for run in inside if run not in found]
     return found
@@ -120,7 +120,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
 def read_run(folder: Path) -> Run:
     """Reads all that a run directory has."""
     if not _is_run(folder):
-        raise InputError(f"{folder} holds no run: give the OUTPUT_DIR of a run")
+        raise InputError(f"{folder} is not a run directory: give the OUTPUT_DIR of a run")
     reader = _Reader(folder)
     settings = reader.read("identity.json", read_identity) or {}
     scenario = reader.read("manifest.json", load_manifest)
