@@ -59,6 +59,16 @@ def test_the_grid_has_the_runs_own_rule_with_its_own_counts(run):
     assert own.given[3] == 0  # the new class is never pseudo-labelled
 
 
+def test_each_selection_is_shown_with_its_rates(run, capsys):
+    assert main(["diagnose", str(run)]) == 0
+    said = capsys.readouterr().out
+    found = json.loads((run / "diagnostics.json").read_text())["phases"]["2"]["selections"]
+    assert list(found)[:4] == ["top 10", "score ≥ 0.3", "score ≥ 0.4", "a threshold per class"]
+    assert all(f"\n{name} " in said for name in found)
+    for name in list(found)[:4]:  # suppression drops labels and adds none
+        assert found[f"{name}, NMS 0.7"]["per_image"] <= found[name]["per_image"]
+
+
 def test_the_test_images_serve_too(run):
     (diagnosis,) = diagnose_run(run, where="test", limit=5)
     assert diagnosis.counts.images == 5

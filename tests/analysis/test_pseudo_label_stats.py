@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from cldetr.analysis.pseudo_label_stats import Grid, PseudoLabelStats, match_true_positives
+from cldetr.analysis.pseudo_label_stats import (
+    Grid,
+    PseudoLabelStats,
+    RuleStats,
+    match_true_positives,
+)
 from cldetr.methods.pseudo import (
     Predictions,
     PseudoRule,
@@ -173,3 +178,28 @@ def test_each_object_is_found_once_and_by_its_class():
     right = match_true_positives(boxes, classes, wanted, object_classes)
     assert right.tolist() == [True, False, False]
     assert len(match_true_positives(boxes[:0], classes[:0], wanted, object_classes)) == 0
+
+
+def test_rules_are_counted_by_hand():
+    """Hidden: one object of class 0; the teacher finds it twice and one more that is not there."""
+    found = predictions(
+        (0, 0.9, 0.2, 0.2, 0.2, 0.2), (0, 0.6, 0.21, 0.2, 0.2, 0.2), (1, 0.35, 0.8, 0.8, 0.1, 0.1)
+    )
+    rules = {
+        "all": PseudoRule(select="threshold", score=0.3),
+        "high": PseudoRule(select="threshold", score=0.5),
+        "distinct": PseudoRule(select="threshold", score=0.3, nms_iou=0.7),
+        "by class": PseudoRule(select="per_class", score=0.7),  # too few scores: 0.7 for all
+        "known": PseudoRule(select="per_class", score=0.7),
+    }
+    stats = RuleStats(rules, [0, 1], 3, {"known": {0: 0.9, 1: 0.3}})
+    stats.add(found, target(), target((0, 0.2, 0.2, 0.2, 0.2)))
+    counts = stats.count()
+    assert {name: (each.given.tolist(), each.right.tolist()) for name, each in counts.items()} == {
+        "all": ([2, 1, 0], [1, 0, 0]),
+        "high": ([2, 0, 0], [1, 0, 0]),
+        "distinct": ([1, 1, 0], [1, 0, 0]),
+        "by class": ([1, 0, 0], [1, 0, 0]),
+        "known": ([1, 1, 0], [1, 0, 0]),
+    }
+    assert counts["all"].hidden.tolist() == [1, 0, 0]

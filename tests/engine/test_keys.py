@@ -47,6 +47,10 @@ VARIANTS = {
         *("METHOD.CALIBRATE.COMPLETE.ENABLED", "True", "METHOD.PSEUDO.SELECT", "curriculum"),
         *("METHOD.MATCHER.ENABLED", "True", "METHOD.MATCHER.RAMP", "0.5"),
     ),
+    "per class": (
+        *("METHOD.PSEUDO.SELECT", "per_class", "METHOD.PSEUDO.SCORE", "0.4"),
+        *("METHOD.PSEUDO.SOFT", "False", "METHOD.PSEUDO.CALIBRATED", "True"),
+    ),
     "ERD": (*PLAIN, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "erd"),
     "LwF": (*PLAIN, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "lwf"),
 }

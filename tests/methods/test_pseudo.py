@@ -1,5 +1,7 @@
 """Pseudo-labels: every rule of Sec. 3.3 against cases worked by hand and a brute-force twin."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -195,3 +197,62 @@ def corner_iou(a, b):
     height = min(a[1] + a[3] / 2, b[1] + b[3] / 2) - max(a[1] - a[3] / 2, b[1] - b[3] / 2)
     inner = max(width, 0) * max(height, 0)
     return inner / (a[2] * a[3] + b[2] * b[3] - inner)
+
+
+def overlapping_predictions():
+    """Four boxes on two objects, the second of another class, the fourth a near copy."""
+    boxes = [
+        [0.5, 0.5, 0.2, 0.2],
+        [0.5, 0.5, 0.2, 0.2],
+        [0.8, 0.8, 0.1, 0.1],
+        [0.51, 0.5, 0.2, 0.2],
+    ]
+    scores = [[0.9, 0.0], [0.0, 0.8], [0.7, 0.1], [0.6, 0.2]]
+    return torch.tensor([scores, scores]), torch.tensor([boxes, boxes])
+
+
+@pytest.mark.parametrize(
+    ("iou", "kept"), [(1.0, [0, 1, 2, 3]), (0.95, [0, 1, 2, 3]), (0.7, [0, 1, 2])]
+)
+def test_of_two_boxes_of_one_class_on_one_object_the_more_confident_stays(iou, kept):
+    """The first and the fourth overlap by 0.19 / 0.21 = 0.905."""
+    scores, boxes = overlapping_predictions()
+    usable = torch.tensor([[True, True], [True, False]])
+    rule = PseudoRule(select="threshold", score=0.5, nms_iou=iou, soft=False)
+    found = make_pseudo_labels(scores, boxes, None, usable, rule)
+    torch.testing.assert_close(found[0].boxes, boxes[0, kept])
+    torch.testing.assert_close(found[1].boxes, boxes[1, [x for x in kept if x != 1]])
+
+
+def test_a_small_box_is_judged_alike_in_any_image_of_a_large_batch():
+    """Suppression works on all images at once; what else is in the batch must not matter."""
+    torch.manual_seed(0)
+    boxes = torch.rand(1, 40, 4) * 0.01 + torch.tensor([0.5, 0.5, 0.01, 0.01])
+    scores = torch.rand(1, 40, 80)
+    rule = PseudoRule(select="threshold", score=0.1, nms_iou=0.5, soft=False)
+    usable = torch.ones(64, 80, dtype=torch.bool)
+    (alone,) = make_pseudo_labels(scores, boxes, None, usable[:1], rule)
+    many = make_pseudo_labels(
+        scores.expand(64, -1, -1), boxes.expand(64, -1, -1), None, usable, rule
+    )
+    assert 0 < len(alone) < 40
+    assert all(torch.equal(each.boxes, alone.boxes) for each in many)
+
+
+def test_calibrated_scores_by_hand():
+    scores, boxes = overlapping_predictions()
+    usable = torch.ones(1, 2, dtype=torch.bool)
+    rule = PseudoRule(select="threshold", score=0.3, soft=False, calibrated=True)
+    (sigmoid,) = make_pseudo_labels(scores[:1], boxes[:1], None, usable, rule)
+    worth = [1 / (1 + math.exp(-10 * (s - 0.5))) for s in (0.9, 0.8, 0.7, 0.6)]
+    expected = [[worth[0], 0], [0, worth[1]], [worth[2], 0], [worth[3], 0]]
+    torch.testing.assert_close(sigmoid.probs, torch.tensor(expected))
+    background = torch.full((1, 4), 0.05)
+    (softmax,) = make_pseudo_labels(scores[:1], boxes[:1], background, usable, rule)
+    torch.testing.assert_close(softmax.probs[:, :2], torch.tensor(expected))
+    torch.testing.assert_close(softmax.probs.sum(dim=1), torch.ones(4))
+
+
+def test_soft_and_calibrated_labels_exclude_each_other():
+    with pytest.raises(InputError, match="SOFT or CALIBRATED"):
+        PseudoRule(soft=True, calibrated=True)

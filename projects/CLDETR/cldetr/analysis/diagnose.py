@@ -6,6 +6,7 @@ Computed before training, it tells which K, λ and score to take; afterwards, wh
 from __future__ import annotations
 
 import csv
+import dataclasses
 import itertools
 import math
 import os
@@ -24,7 +25,7 @@ from cldetr.analysis.pseudo_label_stats import (
     Counts,
     Grid,
     PseudoLabelStats,
-    match_true_positives,
+    RuleStats,
 )
 from cldetr.config import method_of
 from cldetr.data.coco import label_table
@@ -34,11 +35,13 @@ from cldetr.engine.checkpoint import load_state
 from cldetr.engine.ledger import read_json
 from cldetr.engine.restore import build_detector, config_of_run, final_weights
 from cldetr.engine.rundata import RunData
+from cldetr.engine.teacher_cache import read_thresholds
 from cldetr.errors import InputError
 from cldetr.files import atomic_path, write_json
-from cldetr.layers.boxes import box_cxcywh_to_xyxy
 from cldetr.methods.learner import freeze
-from cldetr.methods.pseudo import Predictions, PseudoRule, drop_overlapping, make_pseudo_labels
+from cldetr.methods.pseudo import Predictions, PseudoRule
+
+_OWN = "own"  # the run's rule
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class Diagnosis:
         counts: of all settings.
         rule: the run's own.
         own: its counts.
+        selections: counts of the selections that there are, at the run's λ, by name.
     """
 
     phase: int
@@ -66,6 +70,7 @@ class Diagnosis:
     counts: Counts
     rule: PseudoRule
     own: Counts
+    selections: dict[str, Counts]
 
     @property
     def best(self) -> tuple[int, int, int]:
@@ -118,6 +123,10 @@ class Diagnosis:
                 **every["recommended"],
                 "overrides": self.overrides(),
             },
+            "selections": {
+                name: _at((), counts.rates(list(self.names)))
+                for name, counts in self.selections.items()
+            },
             "per_category": {
                 name: {"hidden": int(self.counts.hidden[label]), **rates([label])}
                 for label, name in self.names.items()
@@ -133,6 +142,7 @@ def diagnose(
     where: str = "auto",
     limit: int = 1000,
     data: RunData | None = None,
+    thresholds: Mapping[int, float] | None = None,
 ) -> Diagnosis:
     """Labels images of a phase with the model of the one before, and counts what is right.
 
@@ -145,6 +155,8 @@ def diagnose(
             where it can be.
         limit: maximum number of images, spread evenly.
         data: of the run, where it is already read.
+        thresholds: those that the run found, where its rule has a threshold for each class; else
+            they are found from the images that are labelled.
     """
     data = data or RunData(cfg)
     scenario = data.scenario
@@ -161,7 +173,9 @@ def diagnose(
     softmax = teacher.background(torch.zeros(1, 1, classes + 1)) is not None
     grid = Grid().including(rule, int(detector.num_queries), softmax)
     stats = PseudoLabelStats(classes, grid)
-    given, right = np.zeros((2, classes), dtype=np.int64)
+    known = {} if thresholds is None else {_OWN: thresholds}
+    compared = {_OWN: rule, **_compared(rule)}
+    rules = RuleStats(compared, old, classes, known)
     indices = np.unique(np.linspace(0, len(view) - 1, min(limit, len(view))).round().astype(int))
     mapper = Mapper(Augmentation.from_config(cfg).deterministic(), training=True)
     for index in tqdm(indices, desc="labelling", unit="image", leave=False, disable=None):
@@ -173,18 +187,28 @@ def diagnose(
             output = teacher.predict(teacher.preprocess([entry]))
         logits, boxes = output.logits[-1].float(), output.boxes[-1].float()
         scores, background = teacher.scores(logits), teacher.background(logits)
-        usable = teacher.visible_classes
-        labels = make_pseudo_labels(scores, boxes, background, usable[None], rule)[0]
-        labels = drop_overlapping(labels, truth, rule)
-        corners = [box_cxcywh_to_xyxy(each.boxes) for each in (labels, hidden)]
-        found = match_true_positives(corners[0], labels.labels, corners[1], hidden.labels)
-        given += np.bincount(labels.labels.cpu().numpy(), minlength=classes)
-        right += np.bincount(labels.labels.cpu().numpy()[found], minlength=classes)
-        stats.add(Predictions(scores * usable, boxes, background), truth, hidden)
+        pred = Predictions(scores * teacher.visible_classes, boxes, background)
+        stats.add(pred, truth, hidden)
+        rules.add(pred, truth, hidden)
     names = {label: scenario.categories[label].name for label in old}
-    counts = stats.count()
-    own = Counts(counts.images, given, right, counts.hidden)
-    return Diagnosis(phase, where, str(weights), names, softmax, grid, counts, rule, own)
+    counts, selections = stats.count(), rules.count()
+    own = selections.pop(_OWN)
+    return Diagnosis(
+        phase, where, str(weights), names, softmax, grid, counts, rule, own, selections
+    )
+
+
+def _compared(rule: PseudoRule) -> dict[str, PseudoRule]:
+    """The selections that there are, with and without suppression of duplicates, at a rule's λ."""
+    plain = {
+        "top 10": PseudoRule(),
+        "score ≥ 0.3": PseudoRule(select="threshold", score=0.3),
+        "score ≥ 0.4": PseudoRule(select="threshold", score=0.4),
+        "a threshold per class": PseudoRule(select="per_class", score=0.4),
+    }
+    made = {name: dataclasses.replace(each, iou=rule.iou) for name, each in plain.items()}
+    distinct = {f"{x}, NMS 0.7": dataclasses.replace(made[x], nms_iou=0.7) for x in made}
+    return made | distinct
 
 
 def diagnose_run(
@@ -202,7 +226,12 @@ def diagnose_run(
     for phase in phases or range(2, len(data.scenario.phases) + 1):
         weights = final_weights(run_dir, phase - 1)
         if weights is not None:
-            done.append(diagnose(cfg, phase, weights, where=where, limit=limit, data=data))
+            stored = read_thresholds(Path(run_dir, f"phase{phase}", "train", "thresholds.json"))
+            done.append(
+                diagnose(
+                    cfg, phase, weights, where=where, limit=limit, data=data, thresholds=stored
+                )
+            )
         elif phases:
             raise InputError(f"phase {phase - 1} of {run_dir} is not finished: no model labels")
     if not done:
@@ -236,6 +265,8 @@ def format_diagnosis(diagnosis: Diagnosis) -> str:
         _rate_line(f"the run's rule ({diagnosis.rule.select})", summary["rule"]),
         _rate_line(diagnosis.recommended_text, summary["recommended"]),
     ]
+    for name, entry in summary["selections"].items():
+        lines.append(_rate_line(name, entry))
     rates = diagnosis.counts.rates()
     axes: dict[str, Sequence[float]] = {"K": grid.k, "λ": grid.iou, "score >": grid.score}
     for axis, (title, values) in enumerate(axes.items()):

@@ -32,6 +32,7 @@ from cldetr.engine.ledger import read_json
 from cldetr.engine.restore import build_detector, config_of_run, final_weights, training_weights
 from cldetr.engine.rundata import RunData
 from cldetr.engine.stages import training_learner
+from cldetr.engine.teacher_cache import read_thresholds
 from cldetr.errors import InputError
 from cldetr.files import write_json
 from cldetr.methods.learner import Learner
@@ -176,6 +177,9 @@ class RunArtist:
         old = detector if phase == 1 else self._detector(phase - 1)
         learner = training_learner(detector, self.method, self.scenario, phase, old)
         learner.progress = 1.0
+        stored = read_thresholds(self.root / f"phase{phase}" / "train" / "thresholds.json")
+        if stored is not None:
+            learner.set_thresholds(stored)
         return learner.to(self.cfg.MODEL.DEVICE)
 
     def _before_and_after(self, phase: int) -> list[tuple[str, Predictor]]:

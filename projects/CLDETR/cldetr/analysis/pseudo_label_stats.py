@@ -11,14 +11,24 @@ V values of λ, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_iou
-from cldetr.methods.pseudo import Predictions, PseudoRule, foreground_floor, select_all
+from cldetr.methods.pseudo import (
+    Predictions,
+    PseudoRule,
+    candidates,
+    drop_overlapping,
+    foreground_floor,
+    make_pseudo_labels,
+    select_all,
+)
+from cldetr.methods.thresholds import class_thresholds, threshold_scores
 from cldetr.modeling.structures import Target
 
 MATCH_IOU = 0.5
@@ -140,6 +150,76 @@ class PseudoLabelStats:
                 for counts, rows in ((given, chosen), (right, chosen & found[:, v])):
                     counts[j, v, s] = np.bincount(label[rows], minlength=self.num_classes)
         return Counts(self.images, given, right, self._hidden)
+
+
+class RuleStats:
+    """Counts of whole rules on the same images, those among them that need thresholds."""
+
+    def __init__(
+        self,
+        rules: Mapping[str, PseudoRule],
+        classes: Sequence[int],
+        num_classes: int,
+        thresholds: Mapping[str, Mapping[int, float]] | None = None,
+    ) -> None:
+        """Sets up the comparison.
+
+        Args:
+            rules: by name.
+            classes: labels that the teacher may give.
+            num_classes: K.
+            thresholds: of rules that need them, where they are known; others' are found from the
+                images that are added.
+        """
+        self.rules = dict(rules)
+        self.classes = list(classes)
+        self.num_classes = num_classes
+        self.thresholds = dict(thresholds or {})
+        self._images: list[tuple[Predictions, Target, Target]] = []
+
+    def add(self, predictions: Predictions, truth: Target, hidden: Target) -> None:
+        """Adds one image, as `PseudoLabelStats.add` does; what no rule may choose is dropped."""
+        wanted = torch.stack([candidates(predictions, rule)[0] for rule in self.rules.values()])
+        rows = wanted.any(dim=0).nonzero()[:, 0]
+        background = predictions.background
+        kept = Predictions(
+            predictions.scores[:, rows],
+            predictions.boxes[:, rows],
+            None if background is None else background[:, rows],
+        )
+        self._images.append((kept, truth, hidden))
+
+    def count(self) -> dict[str, Counts]:
+        """Counts of each rule by class, (C,)."""
+        return {name: self._count(name, rule) for name, rule in self.rules.items()}
+
+    def _count(self, name: str, rule: PseudoRule) -> Counts:
+        given, right, hidden = np.zeros((3, self.num_classes), dtype=np.int64)
+        limits = self._limits(name, rule) if rule.needs_thresholds else None
+        for pred, truth, objects in self._images:
+            usable = torch.ones_like(pred.scores[:, 0], dtype=torch.bool)  # others score zero
+            (labels,) = make_pseudo_labels(
+                pred.scores, pred.boxes, pred.background, usable, rule, thresholds=limits
+            )
+            labels = drop_overlapping(labels, truth, rule)
+            corners = [box_cxcywh_to_xyxy(each.boxes) for each in (labels, objects)]
+            found = match_true_positives(corners[0], labels.labels, corners[1], objects.labels)
+            own = labels.labels.cpu().numpy()
+            given += np.bincount(own, minlength=self.num_classes)
+            right += np.bincount(own[found], minlength=self.num_classes)
+            hidden += np.bincount(objects.labels.cpu().numpy(), minlength=self.num_classes)
+        return Counts(len(self._images), given, right, hidden)
+
+    def _limits(self, name: str, rule: PseudoRule) -> Tensor:
+        """The threshold of each class, (K,)."""
+        values = self.thresholds.get(name)
+        if values is None:
+            parts = [threshold_scores(pred, rule) for pred, *_ in self._images]
+            scores, labels = (np.concatenate(column) for column in zip(*parts, strict=True))
+            values = class_thresholds(scores, labels, self.classes, rule).values
+        limits = self._images[0][0].scores.new_ones(self.num_classes)
+        limits[list(values)] = limits.new_tensor(list(values.values()))
+        return limits
 
 
 def match_true_positives(

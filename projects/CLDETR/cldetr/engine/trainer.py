@@ -60,7 +60,7 @@ from cldetr.engine.stages import (
     training_learner,
 )
 from cldetr.engine.step import StageTrainer, build_optimizer
-from cldetr.engine.teacher_cache import cache_teacher_predictions
+from cldetr.engine.teacher_cache import cache_teacher_predictions, find_thresholds
 from cldetr.errors import InputError, blame
 from cldetr.evaluation.evaluator import IncrementalEvaluator, to_plain, to_scalars
 from cldetr.files import sha256_file, write_json
@@ -419,9 +419,8 @@ class IncrementalTrainer(TrainerBase):
             begin = time.perf_counter()
             inputs = dict(self._inputs)
             learner.to(self.detector.device)
-            if learner.rule is not None and learner.rule.cache:
-                stage = self._cache_teacher(stage, learner, folder / "predictions")
-                inputs["predictions"] = _digest(folder / "predictions" / "manifest.json")
+            if learner.rule is not None:
+                stage = self._ask_teacher(stage, learner, folder, inputs)
             self._run_stage(stage, learner, folder)
             facts = {
                 "steps": stage.steps,
@@ -509,18 +508,32 @@ class IncrementalTrainer(TrainerBase):
             )
         return step
 
-    def _cache_teacher(self, stage: Stage, learner: Learner, folder: Path) -> Stage:
-        """The stage on its images with the teacher's predictions; the teacher is dropped."""
-        view = cache_teacher_predictions(
-            learner,
-            stage.datasets,
-            folder,
-            self.run_cfg,
-            teacher_digest=self._inputs["model"],  # of the weights that the stage starts from
-            check_stop=self._stop.check,
-        )
-        name = self.data.register_predicted(stage.phase, stage.name, view, like=stage.datasets[0])
-        return dataclasses.replace(stage, datasets=(name,))
+    def _ask_teacher(
+        self, stage: Stage, learner: Learner, folder: Path, inputs: dict[str, str]
+    ) -> Stage:
+        """What the rule needs of the teacher before the stage; its files join the inputs.
+
+        Where its predictions are cached, the stage is on images that bring them, and the teacher
+        is dropped.
+        """
+        assert learner.rule is not None
+        datasets, cached = stage.datasets, None
+        common: dict[str, Any] = {
+            "teacher_digest": self._inputs["model"],  # of the weights that the stage starts from
+            "check_stop": self._stop.check,
+        }
+        if learner.rule.cache:
+            predictions = folder / "predictions"
+            view = cache_teacher_predictions(learner, datasets, predictions, self.run_cfg, **common)
+            cached = view.store
+            inputs["predictions"] = _digest(predictions / "manifest.json")
+            name = self.data.register_predicted(stage.phase, stage.name, view, like=datasets[0])
+            stage = dataclasses.replace(stage, datasets=(name,))
+        if learner.rule.needs_thresholds:
+            file = folder / "thresholds.json"
+            find_thresholds(learner, datasets, file, self.run_cfg, cached=cached, **common)
+            inputs["thresholds"] = _digest(file)
+        return stage
 
     def _save(
         self, phase: int, stage: str, inputs: Mapping[str, str], facts: Mapping[str, Any]

@@ -6,7 +6,7 @@ It is what the training loop sees: images in, a dictionary of losses out.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,6 +50,7 @@ class Learner(nn.Module):
     _seen: Tensor
     _teacher_classes: Tensor
     pseudo_counts: Tensor  # (K,) pseudo-labels of each class so far
+    thresholds: Tensor | None  # (K,) of each class, for a rule that needs them
 
     def __init__(
         self,
@@ -90,12 +91,19 @@ class Learner(nn.Module):
         self.register_buffer(
             "_teacher_classes", _mask(teacher_classes, num_classes), persistent=False
         )
+        self.register_buffer("thresholds", None, persistent=False)
         none = torch.zeros(num_classes, dtype=torch.int64)
         self.register_buffer("pseudo_counts", none, persistent=False)
         self.mask_unseen = mask_unseen
         # A tuple hides the teacher from the module tree: no gradient, no checkpoint, no DDP, and
         # .train() does not reach it.
         self._teacher = () if teacher is None else (teacher,)
+
+    def set_thresholds(self, values: Mapping[int, float]) -> None:
+        """Sets the score threshold of each class that the teacher may give, by label."""
+        thresholds = torch.ones(self.detector.num_classes)
+        thresholds[list(values)] = torch.tensor(list(values.values()))
+        self.thresholds = thresholds.to(self.detector.device)
 
     def dismiss_teacher(self) -> None:
         """Lets the teacher go; from here on the inputs must bring its predictions."""
@@ -217,7 +225,7 @@ class Learner(nn.Module):
         usable = self._usable(batched_inputs)
         if teacher_output is None:
             return self._stored_pseudo_labels(batched_inputs, usable)
-        return make_pseudo_labels(*self._read(teacher_output), usable, self.rule, self.progress)
+        return self._label(*self._read(teacher_output), usable)
 
     def prepare_matching(self, targets: list[Target]) -> list[Target]:
         """Adds to merged labels what this stage's matcher asks of predictions."""
@@ -274,7 +282,16 @@ class Learner(nn.Module):
         if kept[0].has("background"):
             background = pad([x.background for x in kept]).to(usable.device)
         boxes = box_xyxy_to_cxcywh(corners).to(usable.device)
-        return make_pseudo_labels(scores, boxes, background, usable, self.rule, self.progress)
+        return self._label(scores, boxes, background, usable)
+
+    def _label(
+        self, scores: Tensor, boxes: Tensor, background: Tensor | None, usable: Tensor
+    ) -> list[Target]:
+        """The rule's pseudo-labels at this point of the stage."""
+        assert self.rule is not None
+        return make_pseudo_labels(
+            scores, boxes, background, usable, self.rule, self.progress, self.thresholds
+        )
 
     def _usable(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Classes that may be pseudo-labelled on each image, (B, K)."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torchvision.ops import batched_nms
 
 from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, box_iou
@@ -28,10 +29,15 @@ class PseudoRule:
     Attributes:
         select: a word of `SELECTIONS`.
         k: K, the number of most confident foreground predictions kept (`topk`, `pairs`).
-        score: p, the least score kept (`threshold`), and where `curriculum` ends.
+        score: p, the least score kept (`threshold`), where `curriculum` ends, and the threshold of
+            classes that have too few scores for one of their own (`per_class`).
         score_start: where `curriculum` starts (the supplement goes from 0.5 to 0.1).
+        score_floor: scores below this do not count when `per_class` finds its thresholds, which
+            are therefore at least as high.
         foreground: for sigmoid heads, which have no background class: a query is foreground when
             its best class scores above this. Softmax heads compare with p(φ), as the paper does.
+        nms_iou: of two chosen boxes of one class that overlap by more than this, the less confident
+            is dropped; 1 keeps both, as the paper does.
         iou: λ, a pseudo-box that overlaps a ground-truth box by more than this is dropped.
         drop_at_iou: drop at IoU exactly λ too, as the released code does.
         skip_annotated: no label of a class whose objects are all annotated on the image anyway,
@@ -41,6 +47,8 @@ class PseudoRule:
         soft: label with the teacher's class distribution; else with its best class.
         balance: the weight of labels of new classes grows until those of old classes, which are
             mostly pseudo-labels, outweigh them by at most this factor. 0: all labels weigh 1.
+        calibrated: the best class counts as much as its score s is worth, σ(10·(s − 0.5)), as in
+            PseDet: a doubtful label pulls less. Not together with `soft`.
         cache: ask the teacher once per image, before the stage and at test size, and carry its
             predictions through the augmentation; else ask it in every step about the augmented
             image.
@@ -50,13 +58,16 @@ class PseudoRule:
     k: int = 10
     score: float = 0.1
     score_start: float = 0.5
+    score_floor: float = 0.2
     foreground: float = 0.3
+    nms_iou: float = 1.0
     iou: float = 0.7
     drop_at_iou: bool = False
     skip_annotated: bool = False
     any_class: bool = False
     soft: bool = True
     balance: float = 0.0
+    calibrated: bool = False
     cache: bool = False
 
     def __post_init__(self) -> None:
@@ -68,10 +79,25 @@ class PseudoRule:
             raise InputError(f"K, the number of pseudo-labels, must be at least 1, not {self.k}")
         if self.balance < 0:
             raise InputError(f"the balance of old and new labels is at least 0, not {self.balance}")
-        for name in ("score", "score_start", "foreground", "iou"):
+        for name in ("score", "score_start", "score_floor", "foreground", "nms_iou", "iou"):
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise InputError(f"pseudo-label setting {name} must lie in [0, 1], not {value}")
+        if self.soft and self.calibrated:
+            raise InputError(
+                "a pseudo-label has either the teacher's distribution or a calibrated score: set "
+                "SOFT or CALIBRATED to False"
+            )
+        if self.needs_thresholds and self.score < self.score_floor:
+            raise InputError(
+                f"SELECT per_class keeps no score below SCORE_FLOOR {self.score_floor}: set SCORE, "
+                f"the threshold of classes without scores, to as much at least, not {self.score}"
+            )
+
+    @property
+    def needs_thresholds(self) -> bool:
+        """Whether the selection needs a threshold of each class, from a pass over the images."""
+        return self.select == "per_class"
 
 
 @dataclass(frozen=True)
@@ -81,6 +107,7 @@ class Predictions:
     scores: Tensor  # (B, Q, K) class probabilities, zero for classes that may not be used
     boxes: Tensor  # (B, Q, 4) cxcywh in [0, 1]
     background: Tensor | None  # (B, Q) p(φ) of a softmax head, None for a sigmoid head
+    thresholds: Tensor | None = None  # (K,) of each class; None before they are known
 
 
 @dataclass(frozen=True)
@@ -115,6 +142,18 @@ def select_threshold(pred: Predictions, rule: PseudoRule, progress: float) -> Ra
     return _reaching(pred, rule.score)
 
 
+def select_per_class(pred: Predictions, rule: PseudoRule, progress: float) -> Ranking:
+    """As `threshold`, with a threshold for each class (`cldetr.methods.thresholds`).
+
+    Before these are known it chooses what may count for them: all that reaches their floor.
+    """
+    ranking = _reaching(pred, rule.score_floor)
+    if pred.thresholds is None:
+        return ranking
+    reached = ranking.scores >= pred.thresholds[ranking.classes]
+    return dataclasses.replace(ranking, chosen=ranking.chosen & reached)
+
+
 def select_curriculum(pred: Predictions, rule: PseudoRule, progress: float) -> Ranking:
     """As `threshold`, with p falling linearly from `score_start` to `score` over the stage."""
     progress = min(max(progress, 0.0), 1.0)
@@ -140,6 +179,7 @@ SELECTIONS: dict[str, Selection] = {
     "curriculum": select_curriculum,
     "all": select_all,
     "pairs": select_pairs,
+    "per_class": select_per_class,
 }
 
 
@@ -150,6 +190,7 @@ def make_pseudo_labels(
     usable: Tensor,
     rule: PseudoRule,
     progress: float = 0.0,
+    thresholds: Tensor | None = None,
 ) -> list[Target]:
     """Selects pseudo-labels on a batch, before they meet the ground truth.
 
@@ -161,19 +202,56 @@ def make_pseudo_labels(
             those whose objects are all annotated on that image.
         rule: how to choose.
         progress: how much of the stage is done, in [0, 1].
+        thresholds: (K,) of each class, for a rule that needs them.
     """
     scores = scores * usable[:, None, :].to(scores.dtype)
-    ranking = SELECTIONS[rule.select](Predictions(scores, boxes, background), rule, progress)
+    pred = Predictions(scores, boxes, background, thresholds)
+    ranking = SELECTIONS[rule.select](pred, rule, progress)
     images, ranks = ranking.chosen.nonzero(as_tuple=True)  # image by image
-    queries = ranking.queries[images, ranks]
+    counts = ranking.chosen.sum(dim=1)
+    if rule.nms_iou < 1.0:
+        kept = _drop_duplicates(pred, ranking, images, ranks, rule.nms_iou)
+        images, ranks = images[kept], ranks[kept]
+        counts = torch.zeros_like(counts).index_add_(0, images, torch.ones_like(images))
+    queries, classes = ranking.queries[images, ranks], ranking.classes[images, ranks]
     probs = None
     if rule.soft:
         probs = scores[images, queries]
         if background is not None:
             probs = torch.cat([probs, background[images, queries, None]], dim=1)
             probs = probs / probs.sum(dim=1, keepdim=True)
-    found = Target(ranking.classes[images, ranks], boxes[images, queries], probs)
-    return found.split(ranking.chosen.sum(dim=1).tolist())
+    elif rule.calibrated:
+        width = scores.shape[2] + (background is not None)
+        probs = _calibrated(ranking.scores[images, ranks], classes, width, background is not None)
+    found = Target(classes, boxes[images, queries], probs)
+    return found.split(counts.tolist())
+
+
+def _drop_duplicates(
+    pred: Predictions, ranking: Ranking, images: Tensor, ranks: Tensor, iou: float
+) -> Tensor:
+    """Which of the chosen predictions are left by class-wise suppression in each image, in order.
+
+    Two queries on one object would both be positives of a one-to-one matcher.
+    """
+    classes = ranking.classes[images, ranks]
+    groups = images * pred.scores.shape[2] + classes
+    # In float64: torchvision tells groups apart by shifting boxes, which costs small ones digits.
+    corners = box_cxcywh_to_xyxy(pred.boxes[images, ranking.queries[images, ranks]]).double()
+    kept = batched_nms(corners, ranking.scores[images, ranks].double(), groups, iou)
+    return kept.sort().values
+
+
+def _calibrated(scores: Tensor, classes: Tensor, width: int, softmax: bool) -> Tensor:
+    """Label rows (T, width) with σ(10·(s − 0.5)) at the class; a softmax head's rest is no-object.
+
+    0.3 becomes 0.12, 0.4 0.27 and 0.7 0.88 (PseDet).
+    """
+    worth = torch.sigmoid(10.0 * (scores - 0.5))
+    rows = worth.new_zeros(len(worth), width)
+    if softmax:
+        rows[:, -1] = 1.0 - worth
+    return rows.scatter_(1, classes[:, None], worth[:, None])
 
 
 def candidates(pred: Predictions, rule: PseudoRule) -> Tensor:
