@@ -76,6 +76,10 @@ def read(tiny_config, tmp_path_factory):
             cfg = tiny_config(folder / name, *SHORT.split(), *more)
             found |= keys_of_run(cfg, eval_only=False)
         found |= keys_of_run(cfg, eval_only=True)
+        detector = ("MODEL.DETECTOR", str(folder / "plain" / "phase1/train/model.pth"))
+        more = (*detector, "SCENARIO.PROTOCOL", "extend")
+        cfg = tiny_config(folder / "extended", *SHORT.split(), *more)
+        found |= keys_of_run(cfg, eval_only=False)
     save_hugging_face("deformable_detr", folder / "hugging_face")
     for more in MODELS.values():
         more = [word.format(hugging_face=folder / "hugging_face") for word in more]
@@ -145,6 +149,7 @@ def other_value(key, value):
     words |= {"METHOD.PSEUDO.SELECT": "all", "METHOD.CALIBRATE.COMPLETE.SELECT": "all"}
     words |= {"METHOD.DISTILL.LOSS": "erd", "METHOD.DISTILL.NORMALISER": "images"}
     words |= {"SOLVER.AMP.DTYPE": "float16", "SCENARIO.PHASES": [["a"], ["b"]]}
+    words |= {"SCENARIO.KNOWN": "refresh"}
     words |= {"SCHEDULE.TRAIN.DROPS": [1.0], "SCHEDULE.CALIBRATE.DROPS": [1.0]}
     if key in words:
         return words[key]

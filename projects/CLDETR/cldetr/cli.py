@@ -22,6 +22,7 @@ COMMANDS = {
     "split": "divide a data set into phases, audit and save the result",
     "exemplars": "choose the exemplars of a data set",
     "configs": "list what each config computes, and compose new ones",
+    "add": "teach a trained detector new categories from their data alone",
     "sweep": "run configs over several seeds and tabulate means with their confidence",
     "predict": "detect objects in images with a trained detector",
     "export": "export a detector to a file that PyTorch runs without this package",

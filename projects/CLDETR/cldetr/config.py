@@ -43,6 +43,11 @@ def add_cldetr_config(cfg: CN) -> None:
     # divided by SCENARIO; several are the phases, one each.
     cfg.DATASETS.TRAIN = ("coco_2017_train",)
     cfg.DATASETS.TEST = ("coco_2017_val",)
+    # With SCENARIO.PROTOCOL extend, what else is left of the old data: labelled images, such as the
+    # exemplars of an earlier run (data sets as above).
+    cfg.DATASETS.EXEMPLARS = ()
+    # … and a folder of images that show old categories, without annotations.
+    cfg.DATASETS.OLD_IMAGES = ""
     cfg.DATASETS.BAD_BOXES = "stop"  # or "drop": drop and count boxes that make no sense
     cfg.DATASETS.SCAN = True  # check every image file before training
 
@@ -72,8 +77,9 @@ def add_cldetr_config(cfg: CN) -> None:
     solver.CLIP_GRADIENTS.CLIP_TYPE = "norm"
     solver.CLIP_GRADIENTS.CLIP_VALUE = 0.1
     solver.CLIP_GRADIENTS.FULL_MODEL = True  # the norm of all gradients together, as DETR does
-    solver.IMS_PER_BATCH = 32  # over all processes
-    solver.ACCUMULATE = 1  # parts in which each process computes its share of a step
+    solver.IMS_PER_BATCH = 32  # over all processes; -1: from the number of images
+    solver.ACCUMULATE = 1  # parts in which each process computes its share of a step; -1: from the
+    # size of the images
     solver.AMP.DTYPE = "bfloat16"  # or "float16", with loss scaling
     solver.CHECKPOINT_PERIOD = 1000
     # How a GPU multiplies float32 numbers: "high" in TF32, which has 10 bits of mantissa, "highest"
@@ -167,7 +173,7 @@ def _defaults() -> dict[str, Any]:
     return dict(leaves(default_config()))
 
 
-def _is_set(key: str, value: Any) -> bool:
+def is_set(key: str, value: Any) -> bool:
     """Whether a value is not the key's default; tuples that went through a file are lists."""
     return json.dumps(value) != json.dumps(_defaults().get(key))
 
@@ -205,16 +211,16 @@ def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
     problems = [
         f"{key} is not used: {instead}"
         for key, value in leaves(cfg)
-        if key in _UNUSED and _is_set(key, value)
+        if key in _UNUSED and is_set(key, value)
         for instead, method in [_UNUSED[key]]
         if method not in overridden
     ]
     if cfg.SEED < 0:
         problems.append("SEED must be at least 0: every run is reproducible")
     problems += [
-        f"SOLVER.{key} must be at least 1, not {cfg.SOLVER[key]}"
+        f"SOLVER.{key} must be at least 1, or -1 (from the data), not {cfg.SOLVER[key]}"
         for key in ("IMS_PER_BATCH", "ACCUMULATE")
-        if cfg.SOLVER[key] < 1
+        if cfg.SOLVER[key] < 1 and cfg.SOLVER[key] != -1
     ]
     if cfg.INPUT.CROP.ENABLED and cfg.INPUT.CROP.TYPE != "absolute_range":
         problems.append(f"INPUT.CROP.TYPE takes absolute_range, not {cfg.INPUT.CROP.TYPE!r}")
@@ -247,7 +253,7 @@ def check_model_keys(cfg: CN, read: Collection[str]) -> None:
         f"{key} is set, but {cfg.MODEL.META_ARCHITECTURE} with {cfg.MODEL.BACKBONE.NAME} does not "
         "read it: remove it"
         for key, value in leaves(cfg)
-        if key.startswith("MODEL.") and key not in read and _is_set(key, value)
+        if key.startswith("MODEL.") and key not in read and is_set(key, value)
         if key not in ("MODEL.WEIGHTS", "MODEL.DETECTOR", "MODEL.DEVICE", "MODEL.DETR.NUM_CLASSES")
     ]
     if problems:

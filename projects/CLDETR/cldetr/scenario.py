@@ -11,7 +11,9 @@ released code draws from, so its orders are those of seed 123 here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,9 +22,12 @@ import numpy as np
 from cldetr.errors import InputError
 from cldetr.grouping import Annotations, Category, random_state, resolve_phases
 
-Protocol = Literal["strict", "traditional", "separate"]
+Protocol = Literal["strict", "traditional", "separate", "extend"]
 
 BASE = "base"  # the source of every phase that is cut from one data set
+DETECTOR = (
+    "the detector"  # the source of a first phase that is a trained detector: it has no images
+)
 RELEASED_SEED = 123
 
 
@@ -44,10 +49,16 @@ class Phase:
     classes: tuple[int, ...]  # labels of C_i, in the order of the scenario's class order
     image_ids: tuple[int, ...]  # in the order drawn (strict) or in file order
     source: str = BASE  # which data set the images come from
+    refreshed: tuple[int, ...] = ()  # labels of old classes that are annotated in D_i, too
+
+    @property
+    def annotated(self) -> tuple[int, ...]:
+        """Labels whose objects are annotated in D_i: C_i and the old classes it refreshes."""
+        return (*self.classes, *self.refreshed)
 
     def subset(self) -> AnnotatedSubset:
-        """D_i with annotations of C_i."""
-        return AnnotatedSubset(self.source, self.image_ids, self.classes, self.index)
+        """D_i with its annotations."""
+        return AnnotatedSubset(self.source, self.image_ids, self.annotated, self.index)
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,9 @@ class Scenario:
     class_seed: int | None
     data_seed: int | None
     fingerprints: tuple[tuple[str, str], ...]  # (source, fingerprint of its annotation file)
+    # Images that came with the detector of the first phase: exemplars of earlier runs with the
+    # labels annotated in them, and unlabelled ones with none.
+    given: tuple[AnnotatedSubset, ...] = ()
 
     def phase(self, index: int) -> Phase:
         """The phase with this index, from 1."""
@@ -105,17 +119,20 @@ class Scenario:
     ) -> tuple[AnnotatedSubset, ...]:
         """E_1 ∪ E_2 ∪ …: exemplars by phase, each with the classes of its own phase.
 
+        Those that came with the detector of the first phase are the first.
+
         Args:
             image_ids: phase index → the image ids of its exemplars, all of them in D_index.
             reveal: with all classes seen in these phases instead, which no method may know.
         """
         seen = self.seen(max(image_ids, default=1))
-        subsets, problems = [], []
+        subsets = [subset for subset in self.given if subset.classes]
+        problems = []
         for index, ids in sorted(image_ids.items()):
             phase, chosen = self.phase(index), tuple(map(int, ids))
             known = set(phase.image_ids)
             problems += [f"image {i} is not in phase {index}" for i in chosen if i not in known]
-            classes, whose = (seen, 0) if reveal else (phase.classes, index)
+            classes, whose = (seen, 0) if reveal else (phase.annotated, index)
             subsets.append(AnnotatedSubset(phase.source, chosen, classes, whose))
         if problems:
             raise InputError.listing(
@@ -125,6 +142,10 @@ class Scenario:
                 limit=10,
             )
         return tuple(subsets)
+
+    def unlabelled(self) -> tuple[AnnotatedSubset, ...]:
+        """Images that came with the detector of the first phase without any label."""
+        return tuple(subset for subset in self.given if not subset.classes)
 
 
 def make_scenario(
@@ -249,6 +270,121 @@ def make_separate_scenario(datasets: Sequence[Annotations]) -> Scenario:
     )
 
 
+def make_extension(
+    detector: Annotations,
+    datasets: Sequence[Annotations],
+    *,
+    refresh: bool = False,
+    exemplars: Sequence[Annotations] = (),
+    unlabelled: Sequence[Annotations] = (),
+) -> Scenario:
+    """Adds categories to a detector that is there: its data are not needed.
+
+    The first phase is the detector itself: the categories that it knows, with their labels, and no
+    image. Each data set is one more phase, whose classes are the categories with an object in it
+    that are not known before it. Categories are matched by name. Objects of known ones stay
+    unannotated, as Sec. 3.1 has it, or refresh their class.
+
+    Args:
+        detector: a data set without images, whose categories are those that the detector knows.
+        datasets: the new data, in the order in which they are learnt.
+        refresh: train known classes on their annotations in the new data, too.
+        exemplars: labelled images of known categories, replayed in every phase: those that an
+            earlier run kept. All objects of the categories that such a data set lists are
+            annotated in it.
+        unlabelled: images that show known categories, without annotations.
+    """
+    problems = [] if datasets else ["no new data set was given"]
+    categories = [*detector.categories]
+    phases = [Phase(1, tuple(range(len(categories))), (), detector.name)]
+    for data in datasets:
+        problems += _name_problems(data, categories)
+        labels = {category.name: label for label, category in enumerate(categories)}
+        present = np.bincount(data.labels, minlength=len(data.categories)) > 0
+        shown = [data.categories[label].name for label in np.flatnonzero(present)]
+        new = [name for name in shown if name not in labels]
+        if len(data.image_ids) == 0:
+            problems.append(f"{data.name} has no image: give images of the new category")
+        elif not new:
+            objects = f"objects of {', '.join(shown)} alone" if shown else "no object at all"
+            problems.append(
+                f"{data.name} brings no new category, it has {objects}; the detector knows "
+                f"{_some(labels)}: annotate objects of a new category in these images"
+            )
+        next_id = max((category.id for category in categories), default=0) + 1
+        first = len(categories)
+        categories += [Category(next_id + i, name) for i, name in enumerate(new)]
+        phases.append(
+            Phase(
+                index=len(phases) + 1,
+                classes=tuple(range(first, len(categories))),
+                image_ids=tuple(data.image_ids.tolist()),
+                source=data.name,
+                refreshed=tuple(labels[name] for name in shown if name in labels and refresh),
+            )
+        )
+    given = []
+    labels = {category.name: label for label, category in enumerate(detector.categories)}
+    for data in (*exemplars, *unlabelled):
+        names = [category.name for category in data.categories]
+        if unknown := [name for name in names if name not in labels]:
+            problems.append(
+                f"the exemplars of {data.name} show {', '.join(unknown)}, which the detector does "
+                "not know: give those of a run that ended in this detector"
+            )
+            continue
+        classes = tuple(labels[name] for name in names)
+        given.append(AnnotatedSubset(data.name, tuple(data.image_ids.tolist()), classes, 1))
+    if problems:
+        raise InputError.listing("these data cannot extend the detector:", problems)
+    return Scenario(
+        name="+".join(str(len(phase.classes)) for phase in phases),
+        protocol="extend",
+        categories=tuple(categories),
+        phases=tuple(phases),
+        order="list",
+        class_seed=None,
+        data_seed=None,
+        fingerprints=tuple(
+            (data.name, data.fingerprint) for data in (detector, *datasets, *exemplars, *unlabelled)
+        ),
+        given=tuple(given),
+    )
+
+
+def _name_problems(data: Annotations, known: Sequence[Category]) -> list[str]:
+    """Names that differ from the detector's in spelling alone."""
+    spellings = {spelling(category.name): category.name for category in known}
+    names = {category.name for category in known}
+    problems = []
+    for category in data.categories:
+        same = spellings.get(spelling(category.name))
+        if category.name not in names and same is not None:
+            problems.append(
+                f"{data.name} says {category.name!r} where the detector says {same!r}: spell the "
+                "category as the detector does, or give a different one a different name"
+            )
+    return problems
+
+
+def similar_names(scenario: Scenario) -> list[tuple[str, str]]:
+    """(new, known) names of an extension that look alike, as after a typing error."""
+    known = [scenario.categories[label].name for label in scenario.phases[0].classes]
+    later = [scenario.categories[label].name for label in scenario.future(1)]
+    near = {name: difflib.get_close_matches(name, known, n=1, cutoff=0.8) for name in later}
+    return [(name, found[0]) for name, found in near.items() if found]
+
+
+def spelling(name: str) -> str:
+    """A name without what spellings of it may differ in: case, spaces, _ and -."""
+    return " ".join(re.split(r"[\s_-]+", name)).strip().casefold()
+
+
+def _some(names: Iterable[str], limit: int = 10) -> str:
+    names = list(names)
+    return ", ".join(names[:limit]) + ", …" * (len(names) > limit)
+
+
 def images_with(data: Annotations, labels: Sequence[int]) -> np.ndarray:
     """Indices of the images with an object of `labels`, crowd regions included."""
     owners = np.repeat(np.arange(len(data.image_ids)), np.diff(data.starts))  # (N,)
@@ -280,9 +416,7 @@ def _separate_problems(datasets: Sequence[Annotations]) -> list[str]:
         contents.setdefault(data.fingerprint, data.name)
         for category in data.categories:
             # "Cat" and "cat " would silently become two classes.
-            known, where = spellings.setdefault(
-                " ".join(category.name.split()).casefold(), (category.name, data.name)
-            )
+            known, where = spellings.setdefault(spelling(category.name), (category.name, data.name))
             if known != category.name:
                 problems.append(
                     f"{data.name} says {category.name!r} where {where} says {known!r}: spell a "

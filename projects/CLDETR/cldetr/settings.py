@@ -37,22 +37,26 @@ class ScenarioSettings:
 
     Attributes:
         name: class counts of the phases, as A+B, A+XxY or A+B+C…
-        protocol: "strict", the paper's, or "traditional" (supplement A).
+        protocol: "strict", the paper's, "traditional" (supplement A), or "extend": add the
+            categories of DATASETS.TRAIN to MODEL.DETECTOR, without its data.
         order: of the classes: "id", "seed" or "released".
         class_seed: of the class order "seed".
         data_seed: of the division of the images.
         phases: category names of each phase, instead of `name`.
         hold_out: share of the training images, drawn by `data_seed`, that no phase sees. They are
             the data set "hold_out" of DATASETS.TEST, to choose settings by.
+        known: of the protocol "extend": categories that the detector knows and the new data
+            annotate are kept as they are, "keep", or trained on these annotations, too, "refresh".
     """
 
     name: str = "70+10"
-    protocol: Literal["strict", "traditional"] = "strict"
+    protocol: Literal["strict", "traditional", "extend"] = "strict"
     order: str = "seed"
     class_seed: int = 0
     data_seed: int = 0
     phases: tuple[tuple[str, ...], ...] = ()
     hold_out: float = 0.0
+    known: Literal["keep", "refresh"] = "keep"
 
     def __post_init__(self) -> None:
         if not 0.0 <= self.hold_out < 1.0:
@@ -69,23 +73,28 @@ class StageSchedule:
         epochs: passes over the stage's images.
         drops: epochs after which the learning rate is multiplied by SOLVER.GAMMA.
         lr_scale: factor on SOLVER.BASE_LR in this stage.
+        min_steps: train for this many steps at least, with more epochs and later drops where the
+            images are few.
         max_steps: stop after this many steps; 0 means no limit.
     """
 
     epochs: float
     drops: tuple[float, ...] = ()
     lr_scale: float = 1.0
+    min_steps: int = 0
     max_steps: int = 0
 
     def steps(self, per_epoch: int) -> int:
         """Optimizer steps of the stage, at least one."""
-        steps = max(round(self.epochs * per_epoch), 1)
+        steps = max(round(self.epochs * per_epoch), self.min_steps, 1)
         return min(steps, self.max_steps) if self.max_steps else steps
 
     def milestones(self, per_epoch: int) -> tuple[int, ...]:
         """Steps at which the learning rate drops, those within the stage."""
         steps = self.steps(per_epoch)
-        return tuple(step for drop in self.drops if (step := round(drop * per_epoch)) <= steps)
+        stretch = max(self.min_steps / (self.epochs * per_epoch), 1.0) if self.epochs else 1.0
+        drops = (round(drop * per_epoch * stretch) for drop in self.drops)
+        return tuple(drop for drop in drops if drop <= steps)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,7 @@ def audit_scenario(scenario: Scenario, data: Mapping[str, CocoData]) -> dict[str
             {"phase": phase["index"], "class": name}
             for phase in phases
             for name, count in phase["instances_per_class"].items()
-            if count == 0
+            if count == 0 and phase["images"]  # a detector that was given has none
         ],
     }
 
@@ -61,7 +61,7 @@ def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, 
     inside = chosen[owners]
     every = range(len(scenario.categories))
     labels = label_table(data, scenario.categories, every)[data.labels]
-    own = inside & np.isin(labels, phase.classes)
+    own = inside & np.isin(labels, phase.annotated)
     per_class = np.bincount(labels[own], minlength=len(scenario.categories))
     annotated = len(np.unique(owners[own]))
     hidden = inside & ~own
@@ -86,7 +86,7 @@ def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, 
         },
         "images_with_hidden": len(np.unique(owners[hidden])),
         "instances_per_class": {
-            scenario.categories[label].name: int(per_class[label]) for label in phase.classes
+            scenario.categories[label].name: int(per_class[label]) for label in phase.annotated
         },
     }
 
@@ -95,7 +95,7 @@ def _dropped(scenario: Scenario, phase: Phase, data: CocoData) -> int:
     """How many boxes of the phase the loader dropped."""
     if data.report is None or not data.report.dropped:
         return 0
-    names = {scenario.categories[label].name for label in phase.classes}
+    names = {scenario.categories[label].name for label in phase.annotated}
     categories = {category.id for category in data.categories if category.name in names}
     images = set(phase.image_ids)
     return sum(

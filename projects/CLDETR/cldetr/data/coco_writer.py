@@ -22,7 +22,8 @@ def write_subset(
 ) -> None:
     """Writes a subset's images, with the objects of its classes, as a COCO instances file.
 
-    Images are in the subset's order. Boxes are as loaded; polygons are not kept.
+    Images are in the subset's order. Boxes are as loaded; polygons are not kept. `info` says where
+    the images are.
 
     Args:
         path: of the file.
@@ -60,6 +61,8 @@ def write_subset(
     sections = {"images": images, "annotations": annotations, "categories": map(asdict, listed)}
     # Entry by entry: 860,000 dictionaries at once would take a gigabyte.
     lists = [f'"{key}": [\n{_lines(entries)}\n]' for key, entries in sections.items()]
+    info = json.dumps({"image_root": os.path.abspath(data.image_root)}, ensure_ascii=False)
+    lists.insert(0, f'"info": {info}')
     with atomic_path(path) as partial:
         partial.write_text(f"{{{', '.join(lists)}}}\n", encoding="utf-8")
 

@@ -6,7 +6,8 @@ A run registers, below `cldetr/<run directory>/`,
     joint1, joint2 …          all images up to a phase with all classes seen so far (upper bound)
     revealed1, revealed2 …    D_i with all classes seen so far (the KD-oracle)
     exemplars1 …              E_1:i, each image with the annotations of its own phase
-    replay2 …                 D_i ∪ E_1:i−1, where the training step replays exemplars
+    replay2 …                 D_i ∪ E_1:i−1, where the training step replays exemplars, with the
+                              unlabelled images that came with the detector of phase 1
     exemplars1_revealed …     E_1:i with all classes seen so far (an oracle)
     test1, test2 …            all test images with the classes seen so far
 
@@ -29,7 +30,7 @@ from detectron2.utils.file_io import PathManager
 from torch.utils.data import Dataset
 
 from cldetr.data.cache import cache_folder
-from cldetr.data.coco import CocoData, load_coco
+from cldetr.data.coco import CocoData, label_table, load_coco
 from cldetr.data.registered import data_from_dicts
 from cldetr.data.views import View, evaluation_subset
 from cldetr.data.voc import read_voc
@@ -148,8 +149,10 @@ def register_views(
             if skip_empty:
                 subsets = tuple(_with_annotations(x, train[x.source]) for x in subsets)
             _register(names[-1], scenario, subsets, train)
+    extends = scenario.protocol == "extend"
     whole = tuple(
-        evaluation_subset(data, source, scenario.categories) for source, data in test.items()
+        evaluation_subset(data, source, scenario.categories, ignore_unknown=extends)
+        for source, data in test.items()
     )
     for phase in scenario.phases:
         seen = set(scenario.seen(phase.index))
@@ -202,9 +205,10 @@ def register_replay(
     train: Mapping[str, CocoData],
     prefix: str,
     phase: int,
-    image_ids: Mapping[int, Sequence[int]],
+    image_ids: Mapping[int, Sequence[int]] | None,
     reveal: bool = False,
     skip_empty: bool = False,
+    unlabelled: bool = False,
 ) -> str:
     """Registers D_i ∪ E_1:i−1 and returns its name.
 
@@ -213,15 +217,19 @@ def register_replay(
         train: the training data sets by source.
         prefix: as in `register_views`.
         phase: i.
-        image_ids: phase index → image ids of its exemplars.
+        image_ids: phase index → image ids of its exemplars; None for no exemplars.
         reveal: D_i with all classes seen so far, as the KD-oracle sees it.
         skip_empty: as in `register_views`.
+        unlabelled: with the unlabelled images that came with the detector of phase 1.
     """
     own = scenario.revealed(phase) if reveal else scenario.phase(phase).subset()
-    if skip_empty:
-        own = _with_annotations(own, train[own.source])
+    subsets = [_with_annotations(own, train[own.source]) if skip_empty else own]
+    if image_ids is not None:
+        subsets += scenario.exemplars(image_ids)
+    if unlabelled:
+        subsets += scenario.unlabelled()
     name = view_name(prefix, "replay", phase)
-    _register(name, scenario, (own, *scenario.exemplars(image_ids)), train)
+    _register(name, scenario, subsets, train)
     return name
 
 
@@ -257,7 +265,10 @@ def _file_metadata(scenario: Scenario, subset: AnnotatedSubset, data: CocoData) 
     whole = report is not None and not report.dropped and report.images == len(data.image_ids)
     if not data.json_file.is_file() or not whole or len(subset.classes) < len(scenario.categories):
         return {}
-    ids = zip(data.categories, subset.classes, strict=True)
+    labels = label_table(data, scenario.categories, subset.classes).tolist()
+    if -1 in labels:  # categories that the scenario ignores
+        return {}
+    ids = zip(data.categories, labels, strict=True)
     return {
         "thing_dataset_id_to_contiguous_id": {category.id: label for category, label in ids},
         "evaluator_type": "coco",

@@ -15,7 +15,7 @@ import msgspec
 
 from cldetr.errors import InputError
 from cldetr.files import read_sealed, sha256_json, write_sealed
-from cldetr.scenario import Category, Scenario
+from cldetr.scenario import DETECTOR, Category, Scenario
 
 FORMAT = 2
 _MAX_LISTED = 10  # differences named in a message; the rest is counted
@@ -27,6 +27,9 @@ def manifest_content(scenario: Scenario) -> dict[str, Any]:
     content = {"format": FORMAT, **msgspec.to_builtins(scenario)}
     for phase in content["phases"]:  # for the reader: it follows from the labels
         phase["class_names"] = _names(scenario, phase["classes"])
+    for node, key in (*((phase, "refreshed") for phase in content["phases"]), (content, "given")):
+        if not node.get(key):  # only extensions of a detector have these
+            node.pop(key, None)
     return content
 
 
@@ -72,12 +75,16 @@ def differences(expected: Scenario, found: Scenario) -> list[str]:
         if before.classes != now.classes:
             names = (_names(expected, before.classes), _names(found, now.classes))
             lines.append(f"phase {index}: {_set_difference(*names, 'classes')}")
-        if before.source != now.source:
-            lines.append(f"phase {index}: data set {before.source!r} → {now.source!r}")
+        for key in ("source", "refreshed"):
+            one, other = getattr(before, key), getattr(now, key)
+            if one != other:
+                lines.append(f"phase {index}: {key} {one!r} → {other!r}")
         if before.image_ids != now.image_ids:
             lines.append(
                 f"phase {index}: {_set_difference(before.image_ids, now.image_ids, 'images')}"
             )
+    if expected.given != found.given:
+        lines.append("the images that came with the detector")
     return lines
 
 
@@ -106,7 +113,7 @@ def _contradictions(scenario: Scenario) -> list[str]:
             problems.append(f"phase {index} is of the data set {phase.source!r}, not listed")
         if not phase.classes or not set(phase.classes) <= set(range(len(scenario.categories))):
             problems.append(f"phase {index}: classes are not indices of the categories")
-        if not phase.image_ids:
+        if not phase.image_ids and phase.source != DETECTOR:
             problems.append(f"phase {index} has no image")
         if _repeats(phase.image_ids):
             problems.append(f"phase {index} has an image twice")

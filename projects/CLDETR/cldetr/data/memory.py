@@ -4,6 +4,7 @@ On disk it is a folder of readable files:
 
     memory.json              ids in order of choice, KL after each, counts per class, budget, seed
     exemplars_phase1.json    the exemplars of phase 1 as a COCO file, with that phase's classes only
+    exemplars_given1.json    exemplars of an earlier run that came with the detector, where any did
 
 `memory.json` is written last. It holds the digests of the other files and a hash of itself.
 """
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -55,7 +57,7 @@ class PhaseExemplars:
     budget: int | float  # as it was given
     wanted: int  # R_i, what the budget came to
     shortfall: int  # images fewer than wanted
-    classes: tuple[ClassRecord, ...]  # C_i
+    classes: tuple[ClassRecord, ...]  # that are annotated: C_i, and old ones that it refreshes
     data_images: tuple[int, ...]  # images of D_i that hold 0, 1, 2, … objects of C_i
     exemplar_images: tuple[int, ...]  # the same of E_i
     image_ids: tuple[int, ...]  # in order of choice
@@ -88,7 +90,7 @@ class PhaseExemplars:
             shortfall=selection.shortfall,
             classes=tuple(
                 ClassRecord(label, scenario.categories[label].name, in_data[c], in_exemplars[c])
-                for c, label in enumerate(phase.classes)
+                for c, label in enumerate(phase.annotated)
             ),
             data_images=tuple(np.bincount(counts.sum(axis=1)).tolist()),
             exemplar_images=tuple(np.bincount(chosen.sum(axis=1)).tolist()),
@@ -97,7 +99,7 @@ class PhaseExemplars:
         )
 
     def subset(self) -> AnnotatedSubset:
-        """E_i with annotations of C_i."""
+        """E_i with its annotations."""
         labels = tuple(record.label for record in self.classes)
         return AnnotatedSubset(self.source, self.image_ids, labels, self.index)
 
@@ -126,14 +128,27 @@ class ExemplarMemory:
         """Phase index → image ids in order of choice: what `Scenario.exemplars` takes."""
         return {phase.index: phase.image_ids for phase in self.phases}
 
-    def save(self, folder: str | os.PathLike[str], data: Mapping[str, CocoData]) -> list[Path]:
-        """Writes the memory and a COCO file for each phase; returns the files, the memory last."""
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        data: Mapping[str, CocoData],
+        given: Sequence[AnnotatedSubset] = (),
+    ) -> list[Path]:
+        """Writes the memory and its COCO files; returns the files, the memory last.
+
+        Args:
+            folder: where to.
+            data: the data sets by source.
+            given: exemplars that came with the detector of the first phase.
+        """
         folder = Path(folder)
+        subsets = {f"phase{phase.index}": phase.subset() for phase in self.phases}
+        subsets |= {f"given{index}": subset for index, subset in enumerate(given, start=1)}
         files = []
-        for phase in self.phases:
-            files.append(folder / f"exemplars_phase{phase.index}.json")
-            source = data[phase.source]
-            write_subset(files[-1], phase.subset(), source, self.categories, list_all=False)
+        for name, subset in subsets.items():
+            files.append(folder / f"exemplars_{name}.json")
+            source = data[subset.source]
+            write_subset(files[-1], subset, source, self.categories, list_all=False)
         self.write(folder / MEMORY_FILE, {file.name: sha256_file(file) for file in files})
         return [*files, folder / MEMORY_FILE]
 
@@ -181,10 +196,35 @@ class ExemplarMemory:
             )
 
 
+def exemplar_references(folder: Path) -> list[str]:
+    """Data references, FILE.json:IMAGE_FOLDER, of the exemplars that a memory's folder holds."""
+    references = []
+    for path in sorted(folder.glob("exemplars_*.json")):
+        try:
+            content = msgspec.json.decode(path.read_bytes(), type=_ExemplarFile)
+        except (OSError, msgspec.MsgspecError) as error:
+            raise InputError(
+                f"{path} does not say where its images are ({error}): give it as a data set, "
+                f"DATASETS.EXEMPLARS \"['{path}:IMAGE_FOLDER']\""
+            ) from None
+        if content.images:
+            references.append(f"{path}:{content.info.image_root}")
+    return references
+
+
+class _Info(msgspec.Struct):
+    image_root: str
+
+
+class _ExemplarFile(msgspec.Struct):
+    info: _Info
+    images: list[Any]
+
+
 def phase_counts(scenario: Scenario, index: int, data: CocoData) -> csr_array:
     """Counts the objects of C_i in the images of D_i; crowd regions are not training targets."""
     phase = scenario.phase(index)
-    own = [scenario.categories[label] for label in phase.classes]
+    own = [scenario.categories[label] for label in phase.annotated]
     order = np.full(len(data.image_ids), -1)  # index of each image in the phase
     order[data.indices_of(phase.image_ids)] = np.arange(len(phase.image_ids))
     images = np.repeat(order, np.diff(data.starts))  # (N,)

@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 from cldetr.data.coco import CocoData, label_table
 from cldetr.errors import InputError
 from cldetr.files import sha256_json
-from cldetr.scenario import AnnotatedSubset, Category
+from cldetr.scenario import AnnotatedSubset, Category, spelling
 
 logger = logging.getLogger(__name__)
 
@@ -174,24 +174,30 @@ def whole_subset(data: CocoData, source: str) -> AnnotatedSubset:
 
 
 def evaluation_subset(
-    data: CocoData, source: str, categories: Sequence[Category]
+    data: CocoData, source: str, categories: Sequence[Category], ignore_unknown: bool = False
 ) -> AnnotatedSubset:
     """All images of a data set with all its categories, to evaluate on.
 
     The data set may lack categories of the scenario, whose AP is then not measured. It may not have
-    others: every object of those would count as missed.
+    others, which might be the scenario's in another spelling, unless they are to be ignored.
     """
     labels = {category.name: label for label, category in enumerate(categories)}
     names = [category.name for category in data.categories]
-    if unknown := [name for name in names if name not in labels]:
+    unknown = [name for name in names if name not in labels]
+    spellings = {spelling(name) for name in labels}
+    if unknown and not (ignore_unknown and spellings.isdisjoint(map(spelling, unknown))):
         raise InputError.listing(
             f"{data.name} ({data.json_file}) has categories that the scenario has not; remove them "
             "from the evaluation file or spell them as in the training file:",
             unknown,
         )
+    if unknown:
+        logger.warning(
+            "%s has categories that are not learnt, they are ignored: %s", data.name, unknown
+        )
     if missing := labels.keys() - set(names):
         logger.warning(
             "%s lacks categories, their AP cannot be measured: %s", data.name, sorted(missing)
         )
-    classes = tuple(labels[name] for name in names)
+    classes = tuple(labels[name] for name in names if name in labels)
     return AnnotatedSubset(source, tuple(data.image_ids.tolist()), classes, 0)

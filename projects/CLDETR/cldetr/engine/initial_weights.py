@@ -18,7 +18,7 @@ from cldetr.errors import InputError
 from cldetr.files import sha256_file, sha256_json
 from cldetr.modeling.detector import Detector
 from cldetr.modeling.huggingface import describe_source, folder_of, weight_files
-from cldetr.scenario import Scenario
+from cldetr.scenario import Category, Scenario
 
 logger = logging.getLogger(__name__)
 
@@ -102,6 +102,26 @@ def digest_of(path: str) -> str:
     return sha256_json([sha256_file(file) for file in weight_files(folder)])
 
 
+def known_categories(path: str) -> list[Category]:
+    """The categories that a trained detector detects, in the order of its labels."""
+    state = load_state(path)
+    rows = {category.name: category for category in _categories(state, path)}
+    known = [name for name in rows if name in state["cldetr"].get("seen", rows)]
+    return [rows[name] for name in known]
+
+
+def _categories(state: Mapping[str, Any], path: str) -> list[Category]:
+    """The categories of the class head's rows; a file that does not name them is refused."""
+    meta = state.get("cldetr")
+    found = meta.get("categories") if isinstance(meta, Mapping) else None
+    if not found:
+        raise InputError(
+            f"{path} does not say which categories it detects: make it with `cldetr convert … "
+            "--categories ANNOTATIONS.json`, or use a model.pth of a run"
+        )
+    return [Category(int(category["id"]), str(category["name"])) for category in found]
+
+
 def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> None:
     """Loads a trained detector as the result of the first phase.
 
@@ -110,21 +130,16 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
     rows of categories that the file does not have stay as initialised.
     """
     state = load_state(path)
-    meta = state.get("cldetr")
-    if not isinstance(meta, Mapping) or "categories" not in meta:
-        raise InputError(
-            f"{path} does not say which categories it detects: make it with `cldetr convert`, "
-            "or use a model.pth of a run"
-        )
-    rows = [category["name"] for category in meta["categories"]]
-    known = list(meta.get("seen", rows))
+    rows = [category.name for category in _categories(state, path)]
+    known = list(state["cldetr"].get("seen", rows))
     wanted = [scenario.categories[label].name for label in scenario.phases[0].classes]
     problems = [f"does not know {name!r}" for name in wanted if name not in known]
     problems += [f"knows {name!r}, not of phase 1" for name in known if name not in wanted]
     if problems:
         raise InputError.listing(
-            f"{path} is not a detector of the first phase's classes (of a converted checkpoint, "
-            "`cldetr convert … --seen` says which those are):",
+            f"{path} is not a detector of the first phase's classes (to add categories to it, use "
+            "`cldetr add` or SCENARIO.PROTOCOL extend; which classes a converted checkpoint knows "
+            "is said by `cldetr convert … --seen`):",
             problems,
         )
     names = [category.name for category in scenario.categories]

@@ -24,6 +24,7 @@ from cldetr.data.exemplars import phase_budget, resolve_budget
 from cldetr.engine.checkpoint import KEPT
 from cldetr.engine.initial_weights import check_weights, load_trained_detector
 from cldetr.engine.ledger import check_identity, read_identity
+from cldetr.engine.resolve import filled_in, resolve
 from cldetr.engine.rundata import RunData
 from cldetr.engine.stages import Stage, planned_stages, training_learner
 from cldetr.errors import InputError
@@ -132,20 +133,19 @@ def make_plan(
     """
     check_files = check_files or _check_files
     plan = Plan(name or cfg.OUTPUT_DIR)
-    for check in (check_keys, _check_directory, check_files):
+    for check in (check_keys, check_files):
         _note_problem(plan, check, cfg)
-    data = _note_problem(plan, RunData, cfg)
-    if data is None:
+    found = _note_problem(plan, resolve, cfg)
+    if found is None:
         return plan
+    plan.notes += [f"from the detector and the data: {text}" for text in filled_in(cfg, found[0])]
+    cfg, data = found
+    _note_problem(plan, _check_directory, cfg)
     plan.stages = planned_stages(cfg, data.scenario)
     plan.labels = {phase.index: _labels(data, phase.index) for phase in data.scenario.phases}
     plan.test_images = sum(len(test.image_ids) for test in data.test.values())
+    plan.notes += data.consequences()
     _check_images(plan, cfg, data.scenario, processes)
-    cfg = cfg.clone()
-    cfg.defrost()
-    cfg.MODEL.DETR.NUM_CLASSES = len(data.scenario.categories)
-    if not torch.cuda.is_available():
-        cfg.MODEL.DEVICE = "cpu"
     detector = _note_problem(plan, build_model, cfg)
     if detector is None:
         return plan
@@ -259,8 +259,7 @@ def _check_directory(cfg: CfgNode) -> None:
     stored = Path(cfg.OUTPUT_DIR) / "identity.json"
     if not stored.exists():
         return
-    known, by_data = read_identity(stored), "MODEL.DETR.NUM_CLASSES"
-    check_identity(known, {**identity(cfg), by_data: known.get(by_data)})
+    check_identity(read_identity(stored), identity(cfg))
 
 
 def _check_files(cfg: CfgNode) -> None:
@@ -286,6 +285,8 @@ def _check_images(plan: Plan, cfg: CfgNode, scenario: Scenario, processes: int) 
                 f"{batch}: each batch repeats some"
             )
     for phase in scenario.phases:
+        if not phase.image_ids:  # a detector that was given
+            continue
         if not plan.labels[phase.index]:
             plan.problems.append(f"phase {phase.index} has no object of its classes")
         if memory is not None:
@@ -302,7 +303,7 @@ def _labels(data: RunData, index: int) -> int:
     """Objects of the phase's classes in its images, without crowd regions."""
     phase = data.scenario.phase(index)
     source = data.train[phase.source]
-    names = {data.scenario.categories[label].name for label in phase.classes}
+    names = {data.scenario.categories[label].name for label in phase.annotated}
     own = np.array([category.name in names for category in source.categories])
     chosen = np.isin(source.image_ids, phase.image_ids)
     inside = np.repeat(chosen, np.diff(source.starts))

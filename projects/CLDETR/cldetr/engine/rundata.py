@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,24 +25,35 @@ from cldetr.data.datasets import (
     unregister_views,
     view_name,
 )
-from cldetr.data.exemplars import Context, find_strategy, phase_budget
+from cldetr.data.exemplars import Context, Selection, find_strategy, phase_budget
 from cldetr.data.herding import ObjectFeatures
 from cldetr.data.manifest import check_same, load_manifest, save_manifest, scenario_hash
 from cldetr.data.memory import ExemplarMemory, PhaseExemplars, phase_counts
 from cldetr.data.scan import scan_images
+from cldetr.data.unlabelled import no_images, read_image_folder
 from cldetr.data.views import View
 from cldetr.engine.features import object_features
+from cldetr.engine.initial_weights import known_categories
 from cldetr.engine.ranks import from_rank0
 from cldetr.errors import InputError
 from cldetr.files import write_json
 from cldetr.grouping import random_state
-from cldetr.methods.method import MemoryRule
+from cldetr.methods.method import MemoryRule, Method
 from cldetr.modeling.detector import Detector
-from cldetr.scenario import BASE, Scenario, make_scenario, make_separate_scenario
+from cldetr.scenario import (
+    BASE,
+    DETECTOR,
+    Scenario,
+    make_extension,
+    make_scenario,
+    make_separate_scenario,
+    similar_names,
+)
 
 logger = logging.getLogger(__name__)
 
 HOLD_OUT = "hold_out"  # in DATASETS.TEST: the training images that no phase sees
+NOTHING = Selection(np.empty(0, np.int64), np.empty(0), 0, "a detector without images was given")
 
 
 class RunData:
@@ -54,12 +66,13 @@ class RunData:
         if memory is not None:
             find_strategy(memory.strategy)  # a wrong word is to be told before anything is trained
         self.prefix = str(cfg.OUTPUT_DIR).strip("/")
+        self.extends = scenario_settings(cfg).protocol == "extend"
         self.train = self._read_train(trim=True, held_out=False)
         if list(cfg.DATASETS.TEST) == [HOLD_OUT]:
             self.test = self._read_train(trim=False, held_out=True)
         else:
             self.test = self._read("TEST", trim=False)
-        self.scenario = self._scenario()
+        self.scenario = self._extension() if self.extends else self._scenario()
         unregister_views(self.prefix)
         self.skip_empty = bool(cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS)
         register_views(self.scenario, self.train, self.test, self.prefix, self.skip_empty)
@@ -93,12 +106,56 @@ class RunData:
         register_exemplars(self.scenario, self.train, self.prefix, memory.image_ids)
         return memory
 
-    def register_replay(self, phase: int, before: Path, reveal: bool) -> str:
-        """Registers D_i ∪ E_1:i−1, the memory in the folder `before`; returns the name."""
-        chosen = self.load_memory(before).image_ids
+    def register_replay(self, phase: int, before: Path | None, method: Method) -> str:
+        """Registers D_i with E_1:i−1 and what else the training step sees; returns the name.
+
+        Args:
+            phase: i.
+            before: the folder of the selection before; None where no exemplars are replayed.
+            method: says whether D_i shows old classes; with an old model, images without labels
+                are of use.
+        """
+        chosen = None if before is None else self.load_memory(before).image_ids
         return register_replay(
-            self.scenario, self.train, self.prefix, phase, chosen, reveal, self.skip_empty
+            self.scenario,
+            self.train,
+            self.prefix,
+            phase,
+            chosen,
+            reveal=method.reveal_old,
+            skip_empty=self.skip_empty,
+            unlabelled=method.needs_teacher,
         )
+
+    def consequences(self) -> list[str]:
+        """What follows from the data that a user may not expect, told before training."""
+        if not self.extends:
+            return []
+        found = [
+            f"the new category {new!r} is named nearly as {known!r}, which the detector knows: if "
+            "they are the same, spell it so"
+            for new, known in similar_names(self.scenario)
+        ]
+        shown = {
+            data.categories[label].name
+            for data in self.test.values()
+            for label in np.unique(data.labels).tolist()
+        }
+        old = {self.scenario.categories[label].name for label in self.scenario.seen(1)}
+        new = {self.scenario.categories[label].name for label in self.scenario.future(1)}
+        for kind, names in (("old", old), ("new", new)):
+            missing = sorted(names - shown)
+            if len(missing) == len(names):
+                found.append(
+                    f"the test set has no object of {kind} classes: AP on {kind} classes cannot be "
+                    "shown"
+                )
+            elif missing:
+                found.append(
+                    f"the test set has no object of {', '.join(missing)}: AP on {kind} classes is "
+                    "that of the others"
+                )
+        return found
 
     def register_predicted(self, phase: int, stage: str, view: Dataset, like: str) -> str:
         """Registers a stage's images with the teacher's predictions; returns the name."""
@@ -133,11 +190,11 @@ class RunData:
 
         All ranks compute their share; rank 0 has the result.
         """
-        if not find_strategy(rule.strategy).needs_features:
-            return None
         part = self.scenario.phase(phase)
+        if not find_strategy(rule.strategy).needs_features or not part.image_ids:
+            return None
         view = View(self.scenario.categories, (part.subset(),), self.train)  # every image of D_i
-        return object_features(detector, view, part.classes, self.cfg)
+        return object_features(detector, view, part.annotated, self.cfg)
 
     def select_exemplars(
         self, phase: int, rule: MemoryRule, before: Path | None, features: ObjectFeatures | None
@@ -154,7 +211,9 @@ class RunData:
         strategy = find_strategy(rule.strategy)
         with tqdm(desc="choosing exemplars", unit="image", leave=False, disable=None) as bar:
             context = Context(self.cfg.SEED, features, progress=bar.update)
-            selection = strategy.choose(counts, phase_budget(rule.budget, self.scenario), context)
+            budget = phase_budget(rule.budget, self.scenario)
+            # A detector that was given brings no images.
+            selection = strategy.choose(counts, budget, context) if counts.shape[0] else NOTHING
         chosen = PhaseExemplars.of(
             self.scenario,
             phase,
@@ -189,7 +248,9 @@ class RunData:
             read_dataset(reference, bad_boxes=self.cfg.DATASETS.BAD_BOXES, trim=trim)
             for reference in references
         ]
-        return {BASE: loaded[0]} if len(loaded) == 1 else {data.name: data for data in loaded}
+        if len(loaded) == 1 and not (part == "TRAIN" and self.extends):
+            return {BASE: loaded[0]}
+        return {data.name: data for data in loaded}
 
     def _read_train(self, trim: bool, held_out: bool) -> dict[str, CocoData]:
         """The training data sets without the images that are held out, or these alone."""
@@ -209,6 +270,38 @@ class RunData:
             name = f"{data.name}, held out" if held_out else data.name
             found[source] = data.subset(np.sort(chosen), name)
         return found
+
+    def _extension(self) -> Scenario:
+        """The scenario that adds the new data to MODEL.DETECTOR, whose images may join them."""
+        cfg, wanted = self.cfg, scenario_settings(self.cfg)
+        method = method_of(cfg)
+        if method.joint or method.reveal_old:
+            raise InputError(
+                f"METHOD {method.name} trains on the old data, which SCENARIO.PROTOCOL extend does "
+                "without: choose another method, or give all data as DATASETS.TRAIN"
+            )
+        if not cfg.MODEL.DETECTOR:
+            raise InputError(
+                "SCENARIO.PROTOCOL extend adds categories to a trained detector: set MODEL.DETECTOR"
+            )
+        new = list(self.train.values())
+        detector = no_images(DETECTOR, cfg.MODEL.DETECTOR, known_categories(cfg.MODEL.DETECTOR))
+        exemplars = [
+            replace(read_dataset(reference), name=f"{DETECTOR}: exemplars {index}")
+            for index, reference in enumerate(cfg.DATASETS.EXEMPLARS, start=1)
+        ]
+        folder, unlabelled = cfg.DATASETS.OLD_IMAGES, []
+        if folder:
+            unlabelled.append(read_image_folder(folder, f"{DETECTOR}: old images"))
+        for data in (detector, *exemplars, *unlabelled):
+            self.train[data.name] = data
+        return make_extension(
+            detector,
+            new,
+            refresh=wanted.known == "refresh",
+            exemplars=exemplars,
+            unlabelled=unlabelled,
+        )
 
     def _scenario(self) -> Scenario:
         wanted = scenario_settings(self.cfg)

@@ -86,7 +86,9 @@ def planned_stages(cfg: CfgNode, scenario: Scenario) -> list[Stage]:
 
     The number of exemplars is the budget's; a strategy may end up with fewer.
     """
-    method, exemplars = method_of(cfg), 0
+    method = method_of(cfg)
+    exemplars = sum(len(given.image_ids) for given in scenario.given if given.classes)
+    unlabelled = sum(len(given.image_ids) for given in scenario.unlabelled())
     stages = []
     for phase in scenario.phases:
         images = len(phase.image_ids)
@@ -94,9 +96,11 @@ def planned_stages(cfg: CfgNode, scenario: Scenario) -> list[Stage]:
             images = sum(len(part.image_ids) for part in scenario.joint(phase.index))
         if method.memory is not None and method.memory.replay:
             images += exemplars
+        if method.needs_teacher:
+            images += unlabelled
         if phase.index > 1 or not cfg.MODEL.DETECTOR:
             stages.append(make_stage(cfg, phase.index, "train", (), images))
-        if method.memory is not None:
+        if method.memory is not None and phase.image_ids:
             share = phase_budget(method.memory.budget, scenario)
             number = resolve_budget(share, len(phase.image_ids))
             exemplars += min(number, len(phase.image_ids))

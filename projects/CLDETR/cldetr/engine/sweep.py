@@ -28,6 +28,7 @@ from detectron2.config import CfgNode
 from cldetr.config import identity
 from cldetr.config_files import dump_changes
 from cldetr.engine.ledger import differing, read_identity
+from cldetr.engine.resolve import FROM_DATA
 from cldetr.errors import InputError
 from cldetr.evaluation.results import load_results
 from cldetr.files import atomic_path, sha256_json
@@ -103,7 +104,7 @@ class Job:
         return [
             f"{key}: {old!r} there, {new!r} here"
             for key, old, new in differing(stored, identity(self.cfg))
-            if key != _FROM_DATA
+            if key != _FROM_DATA and new not in (FROM_DATA, [FROM_DATA])
         ]
 
     def command(self) -> list[str]:

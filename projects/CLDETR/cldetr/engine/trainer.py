@@ -34,7 +34,6 @@ from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.evaluate import evaluate, run_evaluator, write_summary
 from cldetr.engine.hooks import CheckpointHook, SnapshotHook, finite_weights
 from cldetr.engine.initial_weights import (
-    describe_architecture,
     digest_of,
     initialise,
     load_trained_detector,
@@ -47,8 +46,8 @@ from cldetr.engine.ranks import (
     from_rank0,
     same_on_all,
 )
-from cldetr.engine.restore import describe, usable_device
-from cldetr.engine.rundata import RunData
+from cldetr.engine.resolve import resolve
+from cldetr.engine.restore import describe
 from cldetr.engine.stages import (
     Stage,
     calibration_learner,
@@ -104,8 +103,8 @@ class IncrementalTrainer(TrainerBase):
         super().__init__()
         check_keys(cfg, overridden=_overridden(type(self), cfg))
         self.method = method_of(cfg)
-        self.data = RunData(cfg)
-        self.run_cfg = self.cfg = _resolve(cfg, len(self.data.scenario.categories))
+        self.run_cfg, self.data = resolve(cfg)
+        self.cfg = self.run_cfg
         self.ledger = Ledger(cfg.OUTPUT_DIR)
         torch.manual_seed(cfg.SEED)
         watched, read = watch_keys(self.run_cfg)
@@ -283,6 +282,8 @@ class IncrementalTrainer(TrainerBase):
         from_rank0(begin)
         if comm.is_main_process():
             self.ledger.start_log()
+            for line in self.data.consequences():
+                logger.warning("%s", line)
         self._begun = True
 
     def train(self) -> dict[str, Any]:
@@ -356,9 +357,10 @@ class IncrementalTrainer(TrainerBase):
         )
         kind = "joint" if method.joint else "revealed" if method.reveal_old else "phase"
         datasets = [self.data.name(kind, phase)]
-        if phase > 1 and method.memory is not None and method.memory.replay:
-            before = self.ledger.folder(phase - 1, "select")
-            datasets = [self.data.register_replay(phase, before, method.reveal_old)]
+        replays = method.memory is not None and method.memory.replay
+        if phase > 1 and (replays or self.data.scenario.unlabelled()):
+            before = self.ledger.folder(phase - 1, "select") if replays else None
+            datasets = [self.data.register_replay(phase, before, method)]
         self._fit(phase, "train", learner, datasets)
 
     def _select(self, phase: int) -> None:
@@ -373,7 +375,8 @@ class IncrementalTrainer(TrainerBase):
         def select() -> None:
             before = self.ledger.folder(phase - 1, "select") if phase > 1 else None
             memory = self.data.select_exemplars(phase, rule, before, features)
-            outputs = memory.save(self.ledger.folder(phase, "select"), self.data.train)
+            given = [subset for subset in self.data.scenario.given if subset.classes]
+            outputs = memory.save(self.ledger.folder(phase, "select"), self.data.train, given)
             facts = {"seconds": time.perf_counter() - begin}
             names = [path.name for path in outputs]
             self.ledger.finish(phase, "select", names, self._inputs, facts)
@@ -611,20 +614,3 @@ def _overridden(cls: type[IncrementalTrainer], cfg: CfgNode) -> set[str]:
     }
     lazy = {"optimizer": "build_optimizer", "dataloader": "build_train_loader"}
     return names | {method for part, method in lazy.items() if part in cfg.LAZY}
-
-
-def _resolve(cfg: CfgNode, num_classes: int) -> CfgNode:
-    """The config with what follows from the data and the machine filled in."""
-    own = cfg.clone()
-    own.defrost()
-    stated = own.MODEL.DETR.NUM_CLASSES
-    if stated not in (0, num_classes):
-        raise InputError(
-            f"MODEL.DETR.NUM_CLASSES is {stated}, the data set has {num_classes} categories: "
-            "remove the key, it follows from the data"
-        )
-    own.MODEL.DETR.NUM_CLASSES = num_classes
-    describe_architecture(own)
-    own.MODEL.DEVICE = usable_device(own.MODEL.DEVICE)
-    own.freeze()
-    return own
