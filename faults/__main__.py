@@ -34,7 +34,7 @@ CAMPAIGNS = {
     "order": "killed and resumed with 0 and 2 workers, on one and two processes",
     "seams": "hooks, evaluators, builders and registered functions that fail",
     "starts": "starts that fail, are refused, or come at the same time",
-    "ranks": "processes that die, hang, come late or see older files",
+    "ranks": "processes that die, hang, are slow, disagree or see older files",
     "price": "what safe checkpoints cost",
 }
 

@@ -1,9 +1,10 @@
-"""Processes that die, hang, come late or see another disk than rank 0, and a parent that is killed.
+"""Processes that die, hang, are slow, disagree or see another disk; a parent that is killed.
 
 Real command lines: `train_net.py --num-gpus 2 --timeout …` in a session of its own. Whatever
-happens to one process, all of them must be gone within the timeout and a margin, and the run must
-go on with `--resume`. Two processes that are only slow, or whose file system shows them older
-files, must end as undisturbed ones do, because rank 0 decides for all.
+happens to one process, all of them must be gone within the timeout and a margin, no stage may be
+finished by those that are left, and the run must go on with `--resume`. Processes that are only
+slow, or whose file system shows them older files, must end as undisturbed ones do, because rank 0
+decides for all.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import cldetr.train
 from cldetr.engine import trainer
 from cldetr.engine.ledger import Ledger
+from cldetr.engine.rundata import RunData
+from cldetr.evaluation.evaluator import IncrementalEvaluator
 from faults import tiny, user_project
 from faults.tally import Options, Tally
 
@@ -34,8 +37,14 @@ def run(options: Options) -> Tally:
     tally = Tally("processes")
     data = tiny.TinyData(options.work)
     work = options.folder("runs")
+    short = options.size == "short"
     _late(tally, data, work / "late")
-    fates = {} if options.size == "short" else FATES
+    _slow(tally, data, work / "slow")
+    _late_view(tally, data, work / "view")
+    _disagreement(tally, data, work / "other")
+    for world in (2,) if short else (2, 4):
+        _deaths(tally, data, work / f"deaths{world}", world, options)
+    fates = {} if short else FATES
     slowest = 0.0
     for name, fate in fates.items():
         if options.out_of_time:
@@ -66,20 +75,168 @@ def run(options: Options) -> Tally:
     return tally
 
 
+def _run(
+    data: tiny.TinyData,
+    folder: Path,
+    *more: str,
+    world: int = 2,
+    before: Callable[[int], None] | None = None,
+    views: Sequence[str] = (),
+) -> str:
+    """Runs processes to the end; says what went wrong.
+
+    Args:
+        data: what to train on.
+        folder: the run is in `run` in it.
+        more: overrides.
+        world: how many processes.
+        before: run in each of them first with its rank.
+        views: names of the run's folder as each rank sees it, where they differ.
+    """
+    names = views or ["run"] * world
+    resume = (folder / "run/identity.json").exists()
+    children = tiny.start_ranks(
+        lambda rank: data.command(folder / names[rank], *more, resume=resume),
+        folder,
+        world,
+        before,
+        timeout=TIMEOUT,
+    )
+    try:
+        statuses = tiny.finish(children, 2 * TIMEOUT + MARGIN)
+    except TimeoutError as error:
+        return f"hangs: {error}"
+    return "" if not any(statuses) else f"{statuses}: {children[0].said()[-600:]}"
+
+
+def _deaths(tally: Tally, data: tiny.TinyData, work: Path, world: int, options: Options) -> None:
+    """Kills a process in each stage, another one each time."""
+    wrong = _run(data, work / "plain", world=world)
+    tally.check(f"{world} processes end well", not wrong, wrong)
+    expected = tiny.artefacts(work / "plain/run")
+    stages = tiny.STAGES[3:5] if options.size == "short" else tiny.STAGES
+    for number, stage in enumerate(stages):
+        if options.out_of_time:
+            return
+        folder, rank = work / stage.replace("/", "_"), number % world
+        wrong = _run(data, folder, world=world, before=_die(rank, stage))
+        finished = stage in tiny.finished_stages(folder / "run")
+        tally.check(
+            f"deaths among {world} processes: all end in time, the stage is not finished",
+            bool(wrong) and not wrong.startswith("hangs") and not finished,
+            f"rank {rank} in {stage}: {wrong or 'went on'}",
+        )
+        wrong = _run(data, folder, world=world) or tiny.difference(folder / "run", expected)
+        tally.check(
+            f"deaths among {world} processes: resumed, bit-identical",
+            not wrong,
+            f"rank {rank} in {stage}: {wrong}",
+        )
+
+
+def _die(victim: int, stage: str) -> Callable[[int], None]:
+    """Makes one process kill itself in the middle of a stage."""
+    phase, name = int(stage[5]), stage.partition("/")[2]
+
+    def before(rank: int) -> None:
+        if rank == victim:
+            run_step, test = trainer.IncrementalTrainer.run_step, trainer.run_evaluator
+            features, evaluations = RunData.object_features, itertools.count(1)
+
+            def step_or_die(self: Any) -> None:
+                if (self.phase, self.stage, self.step) == (phase, name, 1):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                run_step(self)
+
+            def features_or_die(self: RunData, index: int, *inputs: Any) -> Any:
+                if (index, name) == (phase, "select"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return features(self, index, *inputs)
+
+            def test_or_die(*inputs: Any) -> Any:
+                if (next(evaluations), name) == (phase, "evaluate"):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return test(*inputs)
+
+            trainer.IncrementalTrainer.run_step = step_or_die  # type: ignore[method-assign]
+            RunData.object_features = features_or_die  # type: ignore[method-assign]
+            trainer.run_evaluator = test_or_die
+
+    return before
+
+
+def _slow(tally: Tally, data: tiny.TinyData, work: Path) -> None:
+    """Lets rank 0 take longer than the timeout where it works alone."""
+
+    def before(rank: int) -> None:
+        for owner, name in ((RunData, "select_exemplars"), (IncrementalEvaluator, "_score")):
+            usual, calls = getattr(owner, name), itertools.count()
+
+            def slowly(*inputs: Any, usual: Any = usual, calls: Any = calls, **more: Any) -> Any:
+                if next(calls) == 0:
+                    time.sleep(TIMEOUT + 5)
+                return usual(*inputs, **more)
+
+            setattr(owner, name, slowly)
+
+    wrong = _run(data, work, before=before)
+    tally.check(
+        "rank 0 slower than the timeout in select and evaluate: waited for", not wrong, wrong
+    )
+
+
+def _late_view(tally: Tally, data: tiny.TinyData, work: Path) -> None:
+    """Shows rank 1 every file some seconds late; kills the run in its last stage and resumes it."""
+    folder, more = (
+        work / "late",
+        ("METHOD.PSEUDO.CACHE", "True", "METHOD.MEMORY.STRATEGY", "herding"),
+    )
+    wrong = _run(data, work / "plain", *more)
+    tally.check("two processes end well", not wrong, wrong)
+    last = folder / "run/phase2/calibrate/checkpoints" / f"step_{2 * tiny.PERIOD:08d}"
+    with tiny.LateCopy(folder / "run", folder / "view"):
+        children = tiny.start_ranks(
+            lambda rank: data.command(folder / ("run", "view")[rank], *more, resume=False),
+            folder,
+            2,
+            timeout=TIMEOUT,
+        )
+        tiny.kill_at(children, last)
+        hit = last.exists()
+        wrong = _run(data, folder, *more, views=("run", "view"))
+    wrong = wrong or tiny.difference(folder / "run", tiny.artefacts(work / "plain/run"))
+    tally.check(
+        "a process that sees all files late: killed, resumed, bit-identical",
+        hit and not wrong,
+        wrong,
+    )
+
+
+def _disagreement(tally: Tally, data: tiny.TinyData, work: Path) -> None:
+    """Gives the second process other settings, or other data."""
+    other = tiny.TinyData(work, seed=4)
+    for name, second in (
+        ("settings", data.command(work / "settings/run", "SOLVER.BASE_LR", "0.5", resume=False)),
+        ("data", other.command(work / "data/run", resume=False)),
+    ):
+        first = data.command(work / name / "run", resume=False)
+        words = (first, second)
+        children = tiny.start_ranks(lambda rank: words[rank], work / name, 2, timeout=TIMEOUT)  # noqa: B023
+        statuses = tiny.finish(children, 2 * TIMEOUT + MARGIN)
+        told = "the processes have different" in children[0].said()
+        begun = (work / name / "run/identity.json").exists()
+        tally.check(
+            "processes with different settings or data: refused before anything is written",
+            statuses == [2, 2] and told and not begun,
+            f"{name}: {statuses}: {children[0].said()[-600:]}",
+        )
+
+
 def _late(tally: Tally, data: tiny.TinyData, work: Path) -> None:
     """Delays a process around each decision of a run, or shows it an older directory."""
 
     def run_two(name: str, *more: str, before: Callable[[int], None] | None = None) -> str:
-        """Runs two processes to the end; says what went wrong."""
-        folder = work / name
-        children = tiny.start_ranks(
-            data.command(folder / "run", *more), folder, 2, before, timeout=TIMEOUT
-        )
-        try:
-            statuses = tiny.finish(children, 2 * TIMEOUT + MARGIN)
-        except TimeoutError as error:
-            return f"hangs: {error}"
-        return "" if not any(statuses) else f"{statuses}: {children[0].said()[-600:]}"
+        return _run(data, work / name, *more, before=before)
 
     wrong = run_two("plain")
     tally.check("two processes end well", not wrong, wrong)

@@ -42,8 +42,8 @@ PERIOD = 2  # steps between the checkpoints of the tiny run
 class TinyData:
     """The tiny data set on disk and the command lines that use it."""
 
-    def __init__(self, work: Path) -> None:
-        options = ShapesOptions(train_images=24, val_images=4, size=64, categories=4, seed=3)
+    def __init__(self, work: Path, seed: int = 3) -> None:
+        options = ShapesOptions(train_images=24, val_images=4, size=64, categories=4, seed=seed)
         self.paths = ensure_shapes(work / "shapes", options)
 
     def overrides(self) -> list[str]:

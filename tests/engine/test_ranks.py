@@ -155,6 +155,35 @@ def test_herding_chooses_the_same_exemplars_with_any_number_of_processes(tmp_pat
     assert chosen[0] == chosen[1]
 
 
+def test_a_step_in_parts_has_one_all_reduce_and_the_same_gradient(tmp_path):
+    data = tiny.TinyData(tmp_path)
+    more = ["MODEL.DETR.DROPOUT", "0.0", "SCHEDULE.FIRST.MAX_STEPS", "1"]
+    counted = "parts.txt"
+
+    def count(rank):
+        reduced = torch.nn.parallel.DistributedDataParallel.no_sync
+
+        def no_sync(self):
+            with open(tmp_path / counted, "a") as file:
+                file.write(f"{rank}\n")
+            return reduced(self)
+
+        torch.nn.parallel.DistributedDataParallel.no_sync = no_sync
+
+    found = []
+    for parts in (1, 2):
+        run = tmp_path / str(parts)
+        words = data.command(run, *more, "SOLVER.ACCUMULATE", str(parts))
+        children = tiny.start_ranks(words, tmp_path / f"log{parts}", 2, count)
+        assert tiny.finish(children) == [0, 0], said(children)
+        found.append(json.loads((run / "metrics.json").read_text().splitlines()[0]))
+    for key in ("total_loss", "loss_bbox", "grad_norm"):
+        assert found[1][key] == pytest.approx(found[0][key], rel=1e-4), key
+    facts = [json.loads(path.read_text())["facts"] for path in run.glob("phase*/*/stage.json")]
+    steps = sum(each.get("steps", 0) for each in facts)
+    assert sorted((tmp_path / counted).read_text().split()) == ["0"] * steps + ["1"] * steps
+
+
 def test_processes_without_an_image_of_their_own(tmp_path):
     data = tiny.TinyData(tmp_path)
     content = json.loads(data.paths.annotations("val").read_text())
