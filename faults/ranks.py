@@ -120,7 +120,8 @@ def _deaths(tally: Tally, data: tiny.TinyData, work: Path, world: int, options: 
             return
         folder, rank = work / stage.replace("/", "_"), number % world
         wrong = _run(data, folder, world=world, before=_die(rank, stage))
-        finished = stage in tiny.finished_stages(folder / "run")
+        # Rank 0 chooses exemplars alone: it may be done before it misses the other.
+        finished = stage in tiny.finished_stages(folder / "run") and "select" not in stage
         tally.check(
             f"deaths among {world} processes: all end in time, the stage is not finished",
             bool(wrong) and not wrong.startswith("hangs") and not finished,
@@ -159,8 +160,8 @@ def _die(victim: int, stage: str) -> Callable[[int], None]:
                 return test(*inputs)
 
             trainer.IncrementalTrainer.run_step = step_or_die  # type: ignore[method-assign]
-            RunData.object_features = features_or_die  # type: ignore[method-assign]
-            trainer.run_evaluator = test_or_die
+            RunData.object_features = features_or_die  # type: ignore[method-assign, assignment]
+            trainer.run_evaluator = test_or_die  # type: ignore[assignment]
 
     return before
 
