@@ -233,7 +233,7 @@ def fake_images(count: int = IMAGES, mixed: bool = False) -> ImageBatch:
 
 def autocast(half: bool) -> Any:
     """Mixed precision, or none."""
-    return torch.autocast("cuda", dtype=torch.bfloat16, enabled=half)
+    return torch.autocast("cuda", dtype=torch.float16, enabled=half)
 
 
 def total(outputs: list[Tensor]) -> Tensor:

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_cuda import FakeCudaTensor, available, fake_cuda
 
 from cldetr.engine.step import StageTrainer
+from cldetr.errors import InputError
 from cldetr.methods import learner as learner_module
 from cldetr.modeling.detector import Detector
 
@@ -66,6 +67,14 @@ def test_a_fake_gpu_computes_what_the_cpu_computes(tiny_config, tmp_path, monkey
     )
     for key in ("total_loss", "grad_norm"):
         assert gpu[key] == pytest.approx(cpu[key], rel=1e-4), key
+
+
+def test_a_gpu_without_bfloat16_is_told(tiny_config, tmp_path, monkeypatch):
+    cfg = config(tiny_config, tmp_path, "SOLVER.AMP.ENABLED", "True")
+    with fake_cuda(monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: (7, 0))
+        with pytest.raises(InputError, match=r"set SOLVER\.AMP\.DTYPE float16"):
+            train(cfg)
 
 
 @pytest.mark.parametrize(

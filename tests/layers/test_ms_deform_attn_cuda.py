@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import _get_cuda_arch_flags
 
 from cldetr.layers import build
 from cldetr.layers.build import BuildError, build_libraries, cuda_options, find_cuda_toolkit
@@ -110,6 +111,26 @@ def test_kernels_own_source_equals_the_reference(kernels, dtype, channels):
             )
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision_sums_are_in_float32(kernels, dtype):
+    # 8192 times 2^-12 is 2; a sum in half precision stops growing at a half or before.
+    count, shapes = 8192, torch.tensor([[1, 1]])
+    assert torch.ones((), dtype=dtype) + 2.0**-12 == 1
+    for queries, points in ((1, count), (count, 1)):
+        inputs = (
+            torch.ones(1, 1, 1, 8, dtype=dtype),
+            shapes,
+            torch.full((1, queries, 1, 1, points, 2), 0.5),
+            torch.full((1, queries, 1, 1, points), 2.0**-12),
+        )
+        for name in names(dtype, 8):
+            output = run_forward(kernels, name, inputs)
+            assert torch.equal(output, torch.full_like(output, points * 2.0**-12))
+            found, _, _ = run_backward(kernels, name, torch.ones_like(output), inputs)
+            assert found.dtype == torch.float32
+            assert torch.equal(found, torch.full_like(found, 2.0))
+
+
 @pytest.mark.parametrize("channels", [3, 140])
 @pytest.mark.parametrize("most_blocks", [1, 3])
 def test_threads_take_several_pieces_where_the_grid_is_too_small(kernels, channels, most_blocks):
@@ -175,6 +196,16 @@ def test_architecture_that_does_not_exist_is_named(toolkit, tmp_path, monkeypatc
     options = cuda_options(find_cuda_toolkit())
     with pytest.raises(BuildError, match=r"Unknown CUDA arch \(8\.5\)"):
         build._build("cuda", *options, force=False, directory=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "code"), [("9.0a", "code=sm_90a"), ("8.6+PTX", "code=compute_86")]
+)
+def test_architectures_are_those_that_pytorch_takes(toolkit, monkeypatch, chosen, code):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", chosen)
+    _, environment = cuda_options(find_cuda_toolkit())
+    assert environment["TORCH_CUDA_ARCH_LIST"] == chosen
+    assert any(code in flag for flag in _get_cuda_arch_flags())
 
 
 @pytest.fixture

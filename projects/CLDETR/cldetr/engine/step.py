@@ -76,6 +76,10 @@ class StageTrainer(SimpleTrainer):
         self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
         device = self._parameters[0].device.type
         amp = self.solver.AMP
+        if on_gpu and amp.ENABLED and amp.DTYPE == "bfloat16" and not has_bfloat16():
+            raise InputError(
+                f"{torch.cuda.get_device_name()} has no bfloat16: set SOLVER.AMP.DTYPE float16"
+            )
         self._autocast = {
             "device_type": device,
             "dtype": torch.bfloat16 if amp.DTYPE == "bfloat16" else torch.float16,
@@ -162,6 +166,11 @@ class StageTrainer(SimpleTrainer):
                 f"images {names}. The last checkpoint is sound; lower SOLVER.BASE_LR or look at "
                 "these images."
             )
+
+
+def has_bfloat16() -> bool:
+    """Whether this process's GPU computes in bfloat16, other than by emulation: from Ampere on."""
+    return torch.cuda.get_device_capability() >= (8, 0)
 
 
 def clip_gradients(parameters: Sequence[nn.Parameter], clip: CfgNode) -> Tensor:

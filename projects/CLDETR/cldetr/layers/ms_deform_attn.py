@@ -151,46 +151,33 @@ def _check_shapes(
     value: Tensor, spatial_shapes: Tensor, sampling_locations: Tensor, attention_weights: Tensor
 ) -> None:
     """Raises ValueError where shapes, types or devices do not fit; `csrc/checks.h` is its twin."""
+    points = (sampling_locations, attention_weights)
+    shapes, levels = [tuple(x.shape) for x in (value, *points)], spatial_shapes.shape[0]
+    wanted = torch.float32 if value.dtype in HALF_TYPES else value.dtype
+    # Each rule may rely on those before it.
     if value.dim() != 4:
-        raise ValueError(f"value must be (N, S, M, D), got {tuple(value.shape)}")
-    if spatial_shapes.dim() != 2 or spatial_shapes.shape[1] != 2:
-        raise ValueError(f"spatial_shapes must be (L, 2), got {tuple(spatial_shapes.shape)}")
-    if spatial_shapes.dtype != torch.int64:
-        raise ValueError(f"spatial_shapes must be int64, got {spatial_shapes.dtype}")
-    if sampling_locations.dim() != 6 or sampling_locations.shape[5] != 2:
-        raise ValueError(
-            f"sampling_locations must be (N, Q, M, L, P, 2), got {tuple(sampling_locations.shape)}"
-        )
-    images, _, heads, _ = value.shape
-    levels = spatial_shapes.shape[0]
-    found = (sampling_locations.shape[0], *sampling_locations.shape[2:4])
-    if found != (images, heads, levels):
-        raise ValueError(
-            f"sampling_locations {tuple(sampling_locations.shape)} do not fit value "
-            f"{tuple(value.shape)} and {levels} levels"
-        )
-    if attention_weights.shape != sampling_locations.shape[:5]:
-        raise ValueError(
-            f"attention_weights {tuple(attention_weights.shape)} do not fit sampling_locations "
-            f"{tuple(sampling_locations.shape)}"
-        )
-    if value.dtype not in (torch.float32, torch.float64, *HALF_TYPES):
-        raise ValueError(f"value must be float32, float64, float16 or bfloat16, got {value.dtype}")
-    expected = torch.float32 if value.dtype in HALF_TYPES else value.dtype
-    if not (sampling_locations.dtype == attention_weights.dtype == expected):
-        raise ValueError(
-            f"for a value of {value.dtype}, sampling_locations and attention_weights must be "
-            f"{expected}, got {sampling_locations.dtype} and {attention_weights.dtype}"
-        )
-    if not (value.device == sampling_locations.device == attention_weights.device):
-        raise ValueError(
-            "value, sampling_locations and attention_weights must be on one device, got "
-            f"{value.device}, {sampling_locations.device} and {attention_weights.device}"
-        )
-    if spatial_shapes.device.type != "cpu" and spatial_shapes.device != value.device:
-        raise ValueError(
-            f"spatial_shapes must be on the CPU or with value, got {spatial_shapes.device}"
-        )
+        problem = f"value must be (N, S, M, D), got {shapes[0]}"
+    elif spatial_shapes.dim() != 2 or spatial_shapes.shape[1] != 2:
+        problem = f"spatial_shapes must be (L, 2), got {tuple(spatial_shapes.shape)}"
+    elif spatial_shapes.dtype != torch.int64:
+        problem = f"spatial_shapes must be int64, got {spatial_shapes.dtype}"
+    elif len(shapes[1]) != 6 or shapes[1][5] != 2:
+        problem = f"sampling_locations must be (N, Q, M, L, P, 2), got {shapes[1]}"
+    elif (shapes[1][0], *shapes[1][2:4]) != (shapes[0][0], shapes[0][2], levels):
+        problem = f"sampling_locations {shapes[1]} do not fit value {shapes[0]} and {levels} levels"
+    elif shapes[2] != shapes[1][:5]:
+        problem = f"attention_weights {shapes[2]} do not fit sampling_locations {shapes[1]}"
+    elif value.dtype not in (torch.float32, torch.float64, *HALF_TYPES):
+        problem = f"value must be float32, float64, float16 or bfloat16, got {value.dtype}"
+    elif any(x.dtype != wanted for x in points):
+        problem = f"for a value of {value.dtype}, locations and weights must be {wanted}"
+    elif any(x.device != value.device for x in points):
+        problem = "value, sampling_locations and attention_weights must be on one device"
+    elif spatial_shapes.device.type != "cpu" and spatial_shapes.device != value.device:
+        problem = f"spatial_shapes must be on the CPU or with value, got {spatial_shapes.device}"
+    else:
+        return
+    raise ValueError(problem)
 
 
 def _check_inputs(
