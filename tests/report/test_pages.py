@@ -121,7 +121,7 @@ def test_the_command_draws_several_runs_side_by_side_where_asked(drawn_run, tmp_
     assert "--out DIR" in capsys.readouterr().err
     assert main(["report", *both, "--out", str(tmp_path / "both")]) == 0
     page = (tmp_path / "both/index.html").read_text()
-    assert "Final results" in page
+    assert "Final AP" in page
     assert "cldetr (again)" in page
     assert loads(page) == []
     assert (tmp_path / "both/figures/final_ap.svg").exists()

@@ -90,15 +90,18 @@ class RunData:
         """Images in registered data sets."""
         return sum(len(DatasetCatalog.get(name)) for name in names)
 
-    def short_sides(self, phase: int) -> tuple[int, int]:
-        """The smallest and the largest short side of the images of all phases up to this one."""
-        found = []
+    def short_sides(self, phase: int) -> tuple[int, ...]:
+        """The smallest and the largest short side of the images of all phases up to this one.
+
+        Empty where the run has no images of these phases.
+        """
+        found: set[int] = set()
         for each in self.scenario.phases[:phase]:
-            data = self.train[each.source]
-            indices = data.indices_of(each.image_ids)
-            found.append(np.minimum(data.widths[indices], data.heights[indices]))
-        sides = np.concatenate(found)
-        return int(sides.min()), int(sides.max())
+            data = self.train.get(each.source)
+            if data is not None:
+                indices = data.indices_of(each.image_ids)
+                found.update(np.minimum(data.widths, data.heights)[indices].tolist())
+        return (min(found), max(found)) if found else ()
 
     def load_memory(self, folder: Path) -> ExemplarMemory:
         """Reads E_1:i from the folder of its selection, and registers it."""
