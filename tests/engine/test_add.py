@@ -98,7 +98,7 @@ def third(material, two, test_all):
     new = material.reference("third", shown=(3,), images=slice(20, 30))
     out = material.folder / "three"
     words = ["--detector", str(two / "phase1/train/model.pth"), "--data", new, "--test", test_all]
-    assert cli.main(["add", *words, "--out", str(out), *SHORT]) == 0
+    assert cli.main(["add", *words, "--out", str(out), "--set", *SHORT]) == 0
     return out
 
 

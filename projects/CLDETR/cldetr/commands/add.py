@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--plan", action="store_true", help="print what the run will do, and train nothing"
     )
     parser.add_argument(
-        "opts", nargs="*", metavar="KEY VALUE", help="more settings, as for train_net.py"
+        "--set", nargs="+", default=[], metavar="KEY VALUE", help="more settings, KEY VALUE …"
     )
 
 
@@ -76,4 +76,4 @@ def run(args: argparse.Namespace) -> int:
         keys["SCENARIO.HOLD_OUT"] = _HELD_OUT
     words = ["--config-file", str(find_config("add")), "--num-gpus", str(args.num_gpus)]
     words += ["--resume"] * args.resume + ["--plan"] * args.plan
-    return train.run([*words, *(word for pair in keys.items() for word in pair), *args.opts])
+    return train.run([*words, *(word for pair in keys.items() for word in pair), *args.set])

@@ -110,6 +110,11 @@ def known_categories(path: str) -> list[Category]:
     return [rows[name] for name in known]
 
 
+def trained_sides(path: str) -> tuple[int, ...]:
+    """The smallest and the largest short side that a detector was trained on, as its file says."""
+    return tuple(load_state(path)["cldetr"].get("short_sides", ()))
+
+
 def _categories(state: Mapping[str, Any], path: str) -> list[Category]:
     """The categories of the class head's rows; a file that does not name them is refused."""
     meta = state.get("cldetr")

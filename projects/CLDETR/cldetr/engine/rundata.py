@@ -33,7 +33,7 @@ from cldetr.data.scan import scan_images
 from cldetr.data.unlabelled import no_images, read_image_folder
 from cldetr.data.views import View
 from cldetr.engine.features import object_features
-from cldetr.engine.initial_weights import known_categories
+from cldetr.engine.initial_weights import known_categories, trained_sides
 from cldetr.engine.ranks import from_rank0
 from cldetr.errors import InputError
 from cldetr.files import write_json
@@ -93,14 +93,14 @@ class RunData:
     def short_sides(self, phase: int) -> tuple[int, ...]:
         """The smallest and the largest short side of the images of all phases up to this one.
 
-        Empty where the run has no images of these phases.
+        Those of a detector that was given are in its file; where it does not say, there are none.
         """
-        found: set[int] = set()
+        given = trained_sides(self.cfg.MODEL.DETECTOR) if self.extends else ()
+        found = {*given}
         for each in self.scenario.phases[:phase]:
-            data = self.train.get(each.source)
-            if data is not None:
-                indices = data.indices_of(each.image_ids)
-                found.update(np.minimum(data.widths, data.heights)[indices].tolist())
+            data = self.train[each.source]
+            indices = data.indices_of(each.image_ids)
+            found.update(np.minimum(data.widths, data.heights)[indices].tolist())
         return (min(found), max(found)) if found else ()
 
     def load_memory(self, folder: Path) -> ExemplarMemory:
