@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import statistics
+from collections import Counter
 
 import pytest
 from pycocotools.coco import COCO
@@ -11,7 +13,7 @@ from cldetr.cli import main
 from cldetr.data.coco import load_coco
 from cldetr.data.manifest import load_manifest
 from cldetr.files import sha256_file
-from cldetr.scenario import BASE
+from cldetr.scenario import BASE, make_separate_scenario
 
 from .coco_files import VAL2017_BOXES, coco, random_coco, write
 
@@ -102,6 +104,45 @@ def test_phase_files_are_valid_coco_with_all_categories(annotations, tmp_path):
         expected = {ann["id"]: ann for ann in objects(content, set(api.imgs), phase["class_names"])}
         assert api.anns == expected
         load_coco(path, tmp_path)  # and it passes our own checks
+
+
+def test_phase_files_of_a_partial_scenario_train_to_it(tmp_path, capsys):
+    objects = [(image, 1 + image % 3) for image in range(1, 13)]
+    path = write(tmp_path / "a.json", coco(12, ("stray", "cat", "dog"), objects))
+    options = ["--phases", "cat;dog", "--out", tmp_path, "--write-json"]
+    assert split("--annotations", path, *options) == 2
+    assert "SCENARIO.PARTIAL True, --partial" in capsys.readouterr().err
+    assert split("--annotations", path, *options, "--partial") == 0
+    files = [tmp_path / "phase1.json", tmp_path / "phase2.json"]
+    again = make_separate_scenario([load_coco(file, tmp_path) for file in files])
+    assert again.name == "1+1"
+    assert [category.name for category in again.categories] == ["cat", "dog"]
+
+
+def test_objects_per_image_and_box_sizes_are_shown(annotations, tmp_path, capsys):
+    assert split("--annotations", annotations, "--scenario", "5+3", "--out", tmp_path) == 0
+    assert "max, hidden too" in capsys.readouterr().out
+    content = json.loads(annotations.read_text())
+    audit = json.loads((tmp_path / "audit.json").read_text())
+    for phase, found in zip(
+        json.loads((tmp_path / "manifest.json").read_text())["phases"], audit["phases"], strict=True
+    ):
+        images = dict.fromkeys(phase["image_ids"], 0)
+        every, sizes = Counter(images), []
+        own = {ann["id"] for ann in objects(content, set(images), phase["class_names"])}
+        for ann in content["annotations"]:
+            if ann["image_id"] in images and not ann["iscrowd"]:
+                every[ann["image_id"]] += 1
+                if ann["id"] in own:
+                    images[ann["image_id"]] += 1
+                    sizes.append((ann["bbox"][2] * ann["bbox"][3]) ** 0.5)
+        per_image = found["objects_per_image"]
+        assert per_image["mean"] == pytest.approx(len(sizes) / len(images), abs=0.005)
+        assert per_image["max"] == max(images.values())
+        assert per_image["max_with_hidden"] == max(every.values())
+        assert found["box_sizes"]["50%"] == pytest.approx(statistics.median(sizes), abs=0.05)
+    page = (tmp_path / "audit.html").read_text()
+    assert "Objects per image and their sizes" in page
 
 
 def test_leftovers_of_another_scenario_are_pointed_out(annotations, tmp_path, capsys):

@@ -47,8 +47,8 @@ There are three ways to say which classes and images each phase gets:
    `DATASETS.TRAIN`, in the order that `SCENARIO.ORDER` gives. `40+20x2` is 40 classes, then two
    phases of 20.
 2. **By name.** `SCENARIO.PHASES` lists the categories of each phase as the annotation file spells
-   them. Every category of the file must be in exactly one phase. `NAME`, `ORDER` and `CLASS_SEED`
-   are then ignored:
+   them. Every category of the file must be in exactly one phase, unless `SCENARIO.PARTIAL` allows
+   some to be in none. `NAME`, `ORDER` and `CLASS_SEED` are then ignored:
 
    ```yaml
    DATASETS: {TRAIN: ["train.json:images"], TEST: ["test.json:images"]}

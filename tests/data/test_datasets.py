@@ -5,6 +5,7 @@ import json
 import os
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -36,6 +37,7 @@ from cldetr.data.datasets import (
     view_name,
 )
 from cldetr.data.registered import data_from_dicts
+from cldetr.data.scan import scan_images
 from cldetr.engine import IncrementalTrainer
 from cldetr.errors import InputError
 from cldetr.evaluation.evaluator import IncrementalEvaluator
@@ -123,6 +125,15 @@ def test_a_name_that_is_not_registered_gets_suggestions():
 def test_a_file_without_an_image_folder_is_told_how_to_name_it():
     with pytest.raises(InputError, match=r"write some/a\.json:IMAGE_FOLDER"):
         read_dataset("some/a.json")
+
+
+def test_a_wrong_image_folder_is_one_line(pictures, tmp_path):
+    data = replace(pictures, image_root=tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"none of its 6 image files is in .*elsewhere.*0001\.jpg"):
+        scan_images(data)
+    (tmp_path / "0002.jpg").unlink()
+    with pytest.raises(InputError, match=r"1 of 6 image files cannot be used:\n.*0002\.jpg"):
+        scan_images(pictures)
 
 
 def test_another_format_takes_a_reader_in_the_table(tmp_path, monkeypatch):

@@ -187,6 +187,11 @@ def default_config() -> CN:
 
 def scenario_settings(cfg: CN) -> ScenarioSettings:
     """Reads SCENARIO."""
+    if any(isinstance(phase, str) for phase in cfg.SCENARIO.PHASES):
+        raise InputError(
+            f"SCENARIO.PHASES is {cfg.SCENARIO.PHASES}: give a list of categories for each phase, "
+            "[[car, bus], [bicycle]]"
+        )
     return read_keys(ScenarioSettings, cfg.SCENARIO, "SCENARIO")
 
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from cldetr.errors import InputError
 
+_ALLOW = "SCENARIO.PARTIAL True, --partial"  # how a config and a command say `partial`
+
 
 @dataclass(frozen=True)
 class Category:
@@ -68,7 +70,7 @@ def resolve_phases(
     if (rest := _missing(data, [label for group in groups for label in group])) and not partial:
         raise InputError.listing(
             f"{len(rest)} categories of {data.name} are in no phase; name them, or allow "
-            "categories that are never learnt (partial):",
+            f"categories that are never learnt ({_ALLOW}):",
             rest,
         )
     return groups, "+".join(str(len(group)) for group in groups)
@@ -86,7 +88,8 @@ def _parse_sizes(text: str, data: Annotations, partial: bool) -> tuple[list[int]
     pairs = [(int(term[1]), int(term[2] or 1)) for term in terms if term]
     total, available = sum(size * times for size, times in pairs), len(data.categories)
     if total > available or (total < available and not partial):
-        hint = "" if total > available else ", or allow categories that are never learnt (partial)"
+        hint = f", or allow categories that are never learnt ({_ALLOW})"
+        hint = "" if total > available else hint
         raise InputError(
             f"scenario {text} needs {total} categories but {data.name} has {available}: choose "
             f"sizes that add up to {available}{hint}"

@@ -43,6 +43,8 @@ class ScenarioSettings:
         class_seed: of the class order "seed".
         data_seed: of the division of the images.
         phases: category names of each phase, instead of `name`.
+        partial: allow categories that no phase learns, such as the stray one of an export. Their
+            objects stay unannotated.
         hold_out: share of the training images, drawn by `data_seed`, that no phase sees. They are
             the data set "hold_out" of DATASETS.TEST, to choose settings by.
         known: of the protocol "extend": categories that the detector knows and the new data
@@ -55,6 +57,7 @@ class ScenarioSettings:
     class_seed: int = 0
     data_seed: int = 0
     phases: tuple[tuple[str, ...], ...] = ()
+    partial: bool = False
     hold_out: float = 0.0
     known: Literal["keep", "refresh"] = "keep"
 

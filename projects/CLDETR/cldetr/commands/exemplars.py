@@ -97,8 +97,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         memory.write(args.out)
         if args.coco:
-            subset = exemplars.subset()
-            write_subset(args.coco, subset, data, scenario.categories, list_all=False)
+            write_subset(args.coco, exemplars.subset(), data, scenario.categories)
     except OSError as error:
         raise InputError(f"{error.filename} cannot be written: {error.strerror}") from None
     print("\nwritten:", *filter(None, (args.out, args.coco)))

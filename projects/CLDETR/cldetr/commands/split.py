@@ -102,8 +102,10 @@ def run(args: argparse.Namespace) -> int:
         )
         written = [args.out / f"phase{phase.index}.json" for phase in scenario.phases]
         if args.write_json:
+            learnt = scenario.seen(len(scenario.phases))  # training on the files learns these alone
             for phase, path in zip(scenario.phases, written, strict=True):
-                write_subset(path, phase.subset(), data[phase.source], scenario.categories)
+                source = data[phase.source]
+                write_subset(path, phase.subset(), source, scenario.categories, learnt)
                 print(f"wrote {path}")
         for path in sorted(set(args.out.glob("phase*.json")) - set(written * args.write_json)):
             print(f"note: {path} is an older file and not of this scenario")
@@ -130,6 +132,8 @@ def describe(
         yield f"{source}: {one.json_file} ({len(one.image_ids):,} images)"
     yield ""
     yield from _phase_table(audit["phases"])
+    yield ""
+    yield from _size_table(audit["phases"])
     for phase in audit["phases"]:
         yield ""
         yield f"phase {phase['index']}, instances per class"
@@ -144,6 +148,19 @@ def _phase_table(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for phase in phases:
         values = [*(phase[key] for key in keys), phase["hidden"]["old"], phase["hidden"]["future"]]
         cells.append([f"{value:,}" for value in values])
+    right = ["right"] * len(cells[0])
+    yield from tabulate(cells, (), "plain", disable_numparse=True, colalign=right).splitlines()
+
+
+def _size_table(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    counts = ["phase", "objects per image: mean", "max", "max, hidden too"]
+    cells = [[*counts, "√area of boxes in px: 5%", "50%", "95%"]]
+    for phase in phases:
+        objects, sizes = phase["objects_per_image"], phase["box_sizes"]
+        cells.append(
+            [str(phase["index"]), f"{objects['mean']:.1f}", *map(str, list(objects.values())[1:])]
+            + ["–" if size is None else f"{size:.0f}" for size in sizes.values()]
+        )
     right = ["right"] * len(cells[0])
     yield from tabulate(cells, (), "plain", disable_numparse=True, colalign=right).splitlines()
 

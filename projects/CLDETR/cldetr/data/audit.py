@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from detectron2.config import CfgNode
 
 from cldetr.data.coco import CocoData, label_table
 from cldetr.scenario import Phase, Scenario
+
+MIN_OBJECTS = 10  # of a class, below which its AP means little
+MAX_SMALL = 0.05  # share of objects that may be smaller than a cell
 
 
 def audit_scenario(scenario: Scenario, data: Mapping[str, CocoData]) -> dict[str, Any]:
@@ -23,7 +27,9 @@ def audit_scenario(scenario: Scenario, data: Mapping[str, CocoData]) -> dict[str
         Plain values for JSON. `phases`: per phase the images, those with an object of its classes
         (`annotated`) and without (`empty`), `instances` (crowd regions included), `crowd`, boxes
         `dropped` at loading, objects `hidden` because their class is old, comes later or is never
-        learnt, and `instances_per_class`. `overlap`: images that two phases share, by file.
+        learnt, `instances_per_class`, and, without crowd regions, `objects_per_image` (mean and
+        maximum, and the maximum with hidden ones) and `box_sizes` (quantiles of √area in pixels).
+        `overlap`: images that two phases share, by file.
         `unused_images`: images of the data sets that are in no phase. `classes_without_instances`:
         learnt classes that their phase has no object of.
     """
@@ -55,6 +61,80 @@ def audit_scenario(scenario: Scenario, data: Mapping[str, CocoData]) -> dict[str
     }
 
 
+def setting_warnings(
+    scenario: Scenario, data: Mapping[str, CocoData], cfg: CfgNode
+) -> Iterator[str]:
+    """Yields what in the data a setting cannot work with, and what to set instead.
+
+    Args:
+        scenario: the scenario.
+        data: its data sets by source.
+        cfg: reads MODEL.DETR (NUM_QUERIES, IN_FEATURES) and INPUT.
+    """
+    own_model = cfg.MODEL.META_ARCHITECTURE in ("DeformableDETR", "DETR")
+    finest = str(cfg.MODEL.DETR.IN_FEATURES[0])
+    stride = {"res2": 4, "res3": 8, "res4": 16, "res5": 32}.get(finest)
+    stride = int(finest[6:]) if finest.startswith("stride") and finest[6:].isdecimal() else stride
+    for phase in [phase for phase in scenario.phases if phase.image_ids]:
+        source, where = data[phase.source], f"phase {phase.index}"
+        owners, labels = _objects(scenario, phase, source)
+        few = [
+            f"{scenario.categories[label].name} ({count})"
+            for label in phase.classes
+            if 0 < (count := int((labels == label).sum())) < MIN_OBJECTS
+        ]
+        if few:
+            yield (
+                f"{where}: fewer than {MIN_OBJECTS} objects of {', '.join(few[:10])}"
+                f"{', …' * (len(few) > 10)}: their AP will mean little; add images"
+            )
+        if not own_model:
+            continue
+        known = np.isin(labels, scenario.seen(phase.index))  # old ones may be pseudo-labelled
+        per_image = np.bincount(owners[known], minlength=1)
+        queries, most = cfg.MODEL.DETR.NUM_QUERIES, int(per_image.max())
+        if most > queries:
+            yield (
+                f"{where}: {int((per_image > queries).sum()):,} images have more objects than the "
+                f"detector has queries ({queries}), up to {most}: set MODEL.DETR.NUM_QUERIES above "
+                "that"
+            )
+        own = np.isin(labels, phase.classes)
+        small = _sizes_at_test(source, owners[own], _rows(source, phase)[own], cfg) < (stride or 0)
+        if len(small) and small.mean() > MAX_SMALL:
+            yield (
+                f"{where}: {small.mean():.0%} of the objects are smaller than a cell of the finest "
+                f"feature level, {stride} × {stride} pixels: set INPUT.MIN_SIZE_TRAIN and "
+                "MIN_SIZE_TEST higher, or use a finer level (MODEL.DETR.IN_FEATURES)"
+            )
+
+
+def _rows(data: CocoData, phase: Phase) -> np.ndarray:
+    """Rows of the objects in a phase's images, without crowd regions."""
+    inside = np.isin(data.image_ids, phase.image_ids).repeat(np.diff(data.starts))
+    return np.flatnonzero(inside & ~data.crowd)
+
+
+def _objects(scenario: Scenario, phase: Phase, data: CocoData) -> tuple[np.ndarray, np.ndarray]:
+    """Images, by index, and labels of these objects."""
+    rows = _rows(data, phase)
+    owners = np.repeat(np.arange(len(data.image_ids)), np.diff(data.starts))[rows]
+    every = range(len(scenario.categories))
+    return owners, label_table(data, scenario.categories, every)[data.labels[rows]]
+
+
+def _sizes_at_test(
+    data: CocoData, owners: np.ndarray, rows: np.ndarray, cfg: CfgNode
+) -> np.ndarray:
+    """√area of boxes in pixels of the images at test size."""
+    sizes = np.sqrt(data.boxes[rows, 2:].prod(axis=1))
+    if not cfg.INPUT.MIN_SIZE_TEST:
+        return sizes
+    sides = np.sort(np.stack([data.widths, data.heights])[:, owners], axis=0)  # short, long
+    scale = np.minimum(cfg.INPUT.MIN_SIZE_TEST / sides[0], cfg.INPUT.MAX_SIZE_TEST / sides[1])
+    return sizes * scale
+
+
 def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, Any]:
     chosen = np.isin(data.image_ids, phase.image_ids)
     owners = np.repeat(np.arange(len(data.image_ids)), np.diff(data.starts))  # (N,)
@@ -66,6 +146,9 @@ def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, 
     annotated = len(np.unique(owners[own]))
     hidden = inside & ~own
     old, future = scenario.old(phase.index), scenario.future(phase.index)
+    objects = np.bincount(owners[own & ~data.crowd], minlength=len(chosen))[chosen]
+    all_objects = np.bincount(owners[inside & ~data.crowd], minlength=len(chosen))
+    sizes = np.sqrt(data.boxes[own & ~data.crowd, 2:].prod(axis=1))
     hidden_old, hidden_future = (
         int(np.isin(labels[hidden], group).sum()) for group in (old, future)
     )
@@ -85,6 +168,15 @@ def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, 
             "never": int(hidden.sum()) - hidden_old - hidden_future,
         },
         "images_with_hidden": len(np.unique(owners[hidden])),
+        "objects_per_image": {
+            "mean": round(float(objects.sum()) / max(len(objects), 1), 2),
+            "max": int(objects.max(initial=0)),
+            "max_with_hidden": int(all_objects.max(initial=0)),
+        },
+        "box_sizes": {
+            key: round(float(np.quantile(sizes, share)), 1) if len(sizes) else None
+            for key, share in (("5%", 0.05), ("50%", 0.5), ("95%", 0.95))
+        },
         "instances_per_class": {
             scenario.categories[label].name: int(per_class[label]) for label in phase.annotated
         },

@@ -18,7 +18,7 @@ def write_subset(
     subset: AnnotatedSubset,
     data: CocoData,
     categories: Sequence[Category],
-    list_all: bool = True,
+    listed: Sequence[int] | None = None,
 ) -> None:
     """Writes a subset's images, with the objects of its classes, as a COCO instances file.
 
@@ -30,10 +30,10 @@ def write_subset(
         subset: what to write.
         data: its data set.
         categories: of the scenario, whose ids are used.
-        list_all: list all categories, so that labels are the same in the files of all phases, or
-            those of the subset alone.
+        listed: labels of the categories that the file lists, those of the subset by default. With
+            the same ones in the files of all phases, their labels are the same.
     """
-    listed = categories if list_all else [categories[label] for label in sorted(subset.classes)]
+    shown = [categories[label] for label in sorted(listed or subset.classes)]
     indices = data.indices_of(subset.image_ids).tolist()
     label_of = label_table(data, categories, subset.classes).tolist()
     images = (
@@ -58,7 +58,7 @@ def write_subset(
         for row in range(int(data.starts[index]), int(data.starts[index + 1]))
         if (label := label_of[data.labels[row]]) >= 0
     )
-    sections = {"images": images, "annotations": annotations, "categories": map(asdict, listed)}
+    sections = {"images": images, "annotations": annotations, "categories": map(asdict, shown)}
     # Entry by entry: 860,000 dictionaries at once would take a gigabyte.
     lists = [f'"{key}": [\n{_lines(entries)}\n]' for key, entries in sections.items()]
     info = json.dumps({"image_root": os.path.abspath(data.image_root)}, ensure_ascii=False)

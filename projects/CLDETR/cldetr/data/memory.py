@@ -148,7 +148,7 @@ class ExemplarMemory:
         for name, subset in subsets.items():
             files.append(folder / f"exemplars_{name}.json")
             source = data[subset.source]
-            write_subset(files[-1], subset, source, self.categories, list_all=False)
+            write_subset(files[-1], subset, source, self.categories)
         self.write(folder / MEMORY_FILE, {file.name: sha256_file(file) for file in files})
         return [*files, folder / MEMORY_FILE]
 

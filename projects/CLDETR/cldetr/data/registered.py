@@ -67,7 +67,9 @@ def data_from_dicts(
         image = {
             key: _plain(entry[key]) for key in ("width", "height", "file_name") if key in entry
         }
-        image |= {"id": ids[index]} if has_id[index] else {}
+        image["id"] = ids[index]
+        if not has_id[index]:
+            problems.add("missing key", f"entry {index}: image_id")
         if isinstance(image.get("file_name"), str | os.PathLike):
             image["file_name"] = os.path.abspath(image["file_name"]).lstrip("/")
         sections["images"].append(image)

@@ -20,6 +20,7 @@ from detectron2.config import CfgNode
 from detectron2.structures import Boxes, Instances
 
 from cldetr.config import check_keys, identity, method_of
+from cldetr.data.audit import setting_warnings
 from cldetr.data.exemplars import phase_budget, resolve_budget
 from cldetr.engine.checkpoint import KEPT
 from cldetr.engine.initial_weights import check_weights, load_trained_detector
@@ -146,6 +147,7 @@ def make_plan(
     plan.test_images = sum(len(test.image_ids) for test in data.test.values())
     plan.notes += data.consequences()
     _check_images(plan, cfg, data.scenario, processes)
+    plan.notes += setting_warnings(data.scenario, data.train, cfg)
     detector = _note_problem(plan, build_model, cfg)
     if detector is None:
         return plan

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from cldetr.config import method_of, scenario_settings
-from cldetr.data.audit import audit_scenario
+from cldetr.data.audit import audit_scenario, setting_warnings
 from cldetr.data.coco import CocoData
 from cldetr.data.datasets import (
     read_dataset,
@@ -183,6 +183,8 @@ class RunData:
     def record(self, root: Path) -> None:
         """Writes the manifest of the scenario and its audit, once."""
         if not (root / "manifest.json").exists():
+            for warning in setting_warnings(self.scenario, self.train, self.cfg):
+                logger.warning(warning)
             save_manifest(self.scenario, root / "manifest.json")
             write_json(root / "audit.json", audit_scenario(self.scenario, self.train))
 
@@ -319,4 +321,5 @@ class RunData:
             order="id" if wanted.phases else wanted.order,
             class_seed=None if own_seeds else wanted.class_seed,
             data_seed=None if own_seeds else wanted.data_seed,
+            partial=wanted.partial,
         )
