@@ -51,6 +51,8 @@ VARIANTS = {
         *("METHOD.PSEUDO.SELECT", "per_class", "METHOD.PSEUDO.SCORE", "0.4"),
         *("METHOD.PSEUDO.SOFT", "False", "METHOD.PSEUDO.CALIBRATED", "True"),
     ),
+    "rank": (*PLAIN, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "rank"),
+    "topology": (*PLAIN, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "topology"),
     "ERD": (*PLAIN, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "erd"),
     "LwF": (*PLAIN, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "lwf"),
 }

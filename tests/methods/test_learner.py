@@ -254,3 +254,20 @@ def test_new_labels_weigh_more_where_old_ones_are_more_than_the_balance(detector
     for part in learner._balance(parts):
         expected = torch.where(part.labels >= 3, weight, 1.0)
         torch.testing.assert_close(part.weights, expected)
+
+
+def test_a_loss_on_prototypes_needs_a_detector_that_classifies_states(detector, monkeypatch):
+    monkeypatch.delattr(DeformableDETR, "classify")
+    with pytest.raises(InputError, match="define `classify` in DeformableDETR"):
+        Learner(
+            detector,
+            seen=range(CLASSES),
+            teacher=freeze(detector, [0, 1]),
+            teacher_classes=[0, 1],
+            distill=DistillRule("rank"),
+        )
+
+
+def test_a_query_is_classified_as_the_detector_does(detector):
+    output = detector.predict(detector.preprocess(batch()))
+    torch.testing.assert_close(detector.classify(output.features), output.logits[-1])

@@ -1,8 +1,10 @@
-"""Distillation losses of the methods that CL-DETR is compared with: query by query, no matching.
+"""Distillation losses: what a method compares between the new model and the old one, no matching.
 
-Query j of the new model is compared with query j of the old one, in the last decoder layer.
+Query j of the new model is compared with query j of the old one, in the last decoder layer where
+nothing else is said; `rank` and `topology` compare prototypes of classes instead.
 
-Shape shorthand: B images, Q queries, C outputs of the class head, K classes, S selected queries.
+Shape shorthand: L decoder layers, B images, Q queries, D features, C outputs of the class head, K
+classes, m old classes.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torchvision.ops import batched_nms
 
 from cldetr.errors import InputError
 from cldetr.layers.boxes import box_cxcywh_to_xyxy, paired_giou
+from cldetr.modeling.structures import DetrOutput
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,12 @@ class DistillRule:
             "boxes" divides by the number of labelled boxes, as L_DETR does.
         deviations: of ERD: queries count whose response exceeds mean + this many deviations.
         nms_iou: of ERD: class-wise suppression on the teacher's boxes before boxes are compared.
+        normalise: of `rank`: prototypes have length 1, as published. Decoder states are longer, so
+            that scores of such a prototype differ little; False leaves them as they are.
+        temperature: of `rank`: what differences of scores are divided by before they are ranked;
+            the published loss has 1. Of `response`: T of both distributions, 100 as published.
+        by_present: of `rank`: divide by the number of classes in the batch instead of all old ones.
+        min_score: of `topology`: a class takes part where the teacher has a query of this score.
     """
 
     loss: str = "lwf"
@@ -42,6 +51,10 @@ class DistillRule:
     normaliser: str = "queries"
     deviations: float = 2.0
     nms_iou: float = 0.005
+    normalise: bool = True
+    temperature: float = 1.0
+    by_present: bool = False
+    min_score: float = 0.4
 
     def __post_init__(self) -> None:
         if self.loss not in LOSSES:
@@ -50,11 +63,23 @@ class DistillRule:
             raise InputError(
                 f"unknown normaliser {self.normaliser!r}: choose {', '.join(NORMALISERS)}"
             )
+        if self.temperature <= 0.0:
+            raise InputError(f"METHOD.DISTILL.TEMPERATURE is above 0, not {self.temperature}")
+        if not 0.0 <= self.min_score <= 1.0:
+            raise InputError(f"METHOD.DISTILL.MIN_SCORE must lie in [0, 1], not {self.min_score}")
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the loss asks both class heads about features of its own."""
+        return self.loss == "rank"
 
 
 @dataclass(frozen=True)
 class StudentTeacherOutputs:
-    """The last layer of both models on one batch, and what the classes mean."""
+    """The last layer of both models on one batch, and what the classes mean.
+
+    `student` and `teacher` are all layers and the decoder's states, for losses that need more.
+    """
 
     student_logits: Tensor  # (B, Q, C)
     student_boxes: Tensor  # (B, Q, 4) cxcywh
@@ -63,6 +88,10 @@ class StudentTeacherOutputs:
     old: Tensor  # (K,) bool, the classes that the teacher knows
     softmax: bool  # C = K + 1, the last output being no-object; else C = K independent sigmoids
     num_boxes: Tensor | None = None  # labelled boxes, as L_DETR counts them; for "boxes" alone
+    student: DetrOutput | None = None
+    teacher: DetrOutput | None = None
+    student_head: Callable[[Tensor], Tensor] | None = None  # (…, D) → (…, C), of the last layer
+    teacher_head: Callable[[Tensor], Tensor] | None = None
 
 
 def lwf_loss(outputs: StudentTeacherOutputs, rule: DistillRule) -> dict[str, Tensor]:
@@ -125,9 +154,85 @@ def erd_loss(outputs: StudentTeacherOutputs, rule: DistillRule) -> dict[str, Ten
     return {"loss_kd_cls": rule.weight * classes, "loss_kd_box": rule.weight * box}
 
 
+def rank_loss(outputs: StudentTeacherOutputs, rule: DistillRule) -> dict[str, Tensor]:
+    """Semantic distillation of SIKD (ICML 2026): each old class keeps its order of similar classes.
+
+    A class's prototype is the mean state of the queries that it is the best class of, weighted by
+    their scores. The head's scores of a prototype, relative to the best, are ranked softly; the
+    ranks of both models are compared: (1/m²)·Σ_c ‖rank(new) − rank(old)‖₁, over the classes that
+    both find in the batch.
+    """
+    columns = outputs.old.nonzero()[:, 0]
+    heads = (outputs.student_head, outputs.teacher_head)
+    logits = (outputs.student_logits, outputs.teacher_logits)
+    ranks, shown = [], []
+    for model, own, head in zip((outputs.student, outputs.teacher), logits, heads, strict=True):
+        assert head is not None
+        weights = _class_weights(_old_scores(own, columns, outputs.softmax))
+        prototypes = _prototypes(_states(model), weights)
+        if rule.normalise:
+            prototypes = F.normalize(prototypes, dim=1)
+        scores = _old_scores(head(prototypes).float(), columns, outputs.softmax)  # (m, m)
+        relative = scores / scores.amax(dim=1, keepdim=True).clamp(min=1e-12)
+        differences = relative[:, :, None] - relative[:, None, :]
+        ranks.append(torch.sigmoid(-differences / rule.temperature).sum(dim=2))
+        shown.append(weights.sum(dim=0) > 0)
+    present = shown[0] & shown[1]
+    distance = (ranks[0] - ranks[1].detach()).abs().sum(dim=1)
+    rows = present.sum().clamp(min=1) if rule.by_present else len(columns)
+    return {"loss_kd_rank": rule.weight * (distance * present).sum() / (rows * len(columns))}
+
+
+def topology_loss(outputs: StudentTeacherOutputs, rule: DistillRule) -> dict[str, Tensor]:
+    """Object topology of GCD: distances between class prototypes, relative to their mean.
+
+    Published for Grounding DINO; for a DETR both models' prototypes are of the queries that the
+    teacher is sure of, with its weights, index by index (our reading). It takes three classes.
+    """
+    columns = outputs.old.nonzero()[:, 0]
+    scores = _old_scores(outputs.teacher_logits, columns, outputs.softmax)
+    weights = _class_weights(scores * (scores >= rule.min_score))
+    present = weights.sum(dim=0) > 0
+    pairs = present[:, None] & present & ~torch.eye(len(columns), dtype=torch.bool).to(present)
+    number = pairs.sum().clamp(min=1)
+    relative = []
+    for model in (outputs.student, outputs.teacher):
+        prototypes = _prototypes(_states(model), weights)
+        squared = (prototypes[:, None] - prototypes).square().sum(dim=2) * pairs
+        relative.append(squared / (squared.sum() / number).clamp(min=1e-12))
+    difference = (relative[0] - relative[1]).square().sum() / number
+    return {"loss_kd_topology": rule.weight * difference * (present.sum() > 2)}
+
+
+def response_loss(outputs: StudentTeacherOutputs, rule: DistillRule) -> dict[str, Tensor]:
+    """Response distillation of GCD: divergence of the old logits in all layers, by confidence.
+
+    T²·KL(old ‖ new), mean over classes, of distributions at temperature T; queries weigh as much as
+    the teacher's best score in its last layer. A softmax head's no-object takes part.
+    """
+    assert outputs.student is not None
+    assert outputs.teacher is not None
+    columns = outputs.old.nonzero()[:, 0]
+    confidence = _old_scores(outputs.teacher_logits, columns, outputs.softmax).amax(dim=-1)
+    if outputs.softmax:
+        columns = torch.cat([columns, torch.full_like(columns[:1], len(outputs.old))])
+    new, old = (
+        model.logits.float()[..., columns] / rule.temperature
+        for model in (outputs.student, outputs.teacher)
+    )  # (L, B, Q, m)
+    target = old.log_softmax(dim=-1)
+    divergence = F.kl_div(new.log_softmax(dim=-1), target, reduction="none", log_target=True)
+    weighted = (divergence.mean(dim=-1) * confidence).flatten(1).sum(dim=1)  # (L,)
+    total = rule.temperature**2 * weighted.sum() / confidence.sum().clamp(min=1e-6)
+    return {"loss_kd_response": rule.weight * total}
+
+
 LOSSES: dict[str, Callable[[StudentTeacherOutputs, DistillRule], dict[str, Tensor]]] = {
     "lwf": lwf_loss,
     "erd": erd_loss,
+    "rank": rank_loss,
+    "topology": topology_loss,
+    "response": response_loss,
 }
 
 
@@ -136,6 +241,34 @@ NORMALISERS: dict[str, Callable[[StudentTeacherOutputs], Tensor | int]] = {
     "images": lambda outputs: len(outputs.student_logits),
     "boxes": lambda outputs: _given(outputs.num_boxes),
 }
+
+
+def _old_scores(logits: Tensor, columns: Tensor, softmax: bool) -> Tensor:
+    """Probabilities of the old classes, (…, m); of a softmax head among them and no-object."""
+    if not softmax:
+        return logits[..., columns].sigmoid()
+    return torch.cat([logits[..., columns], logits[..., -1:]], dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _states(output: DetrOutput | None) -> Tensor:
+    """The states of the last decoder layer, (B, Q, D) in float32."""
+    if output is None or output.features is None:
+        raise InputError(
+            "this METHOD.DISTILL.LOSS compares decoder states, which the detector does not give: "
+            "set `features` in the output of `predict`"
+        )
+    return output.features.float()
+
+
+def _class_weights(scores: Tensor) -> Tensor:
+    """Of scores (B, Q, m) the best of each query, at its class, else zero: (B·Q, m)."""
+    best, label = scores.flatten(0, 1).max(dim=1)
+    return torch.zeros_like(scores.flatten(0, 1)).scatter(1, label[:, None], best[:, None])
+
+
+def _prototypes(features: Tensor, weights: Tensor) -> Tensor:
+    """Weighted means of the states (B, Q, D) of each class's queries, (m, D)."""
+    return weights.T @ features.flatten(0, 1) / (weights.sum(dim=0)[:, None] + 1e-6)
 
 
 def _given(num_boxes: Tensor | None) -> Tensor:

@@ -79,6 +79,11 @@ class Learner(nn.Module):
             mask_unseen: exclude the head's rows of unseen classes from the loss.
         """
         super().__init__()
+        if distill is not None and distill.needs_head and not detector.has_classify:
+            raise InputError(
+                f"METHOD.DISTILL.LOSS {distill.loss} asks the class head about prototypes: define "
+                f"`classify` in {type(detector).__name__}"
+            )
         self.detector = detector
         self.rule = rule
         self.distill = distill
@@ -319,6 +324,7 @@ class Learner(nn.Module):
         num_boxes: Tensor | None,
     ) -> dict[str, Tensor]:
         """The distillation loss of the last layer, in float32."""
+        assert self.teacher is not None
         outputs = StudentTeacherOutputs(
             student_logits=output.logits[-1].float(),
             student_boxes=output.boxes[-1].float(),
@@ -327,8 +333,13 @@ class Learner(nn.Module):
             old=self._teacher_classes,
             softmax=output.logits.shape[-1] > self.detector.num_classes,
             num_boxes=num_boxes,
+            student=output,
+            teacher=teacher_output,
+            student_head=self.detector.classify,
+            teacher_head=self.teacher.classify,
         )
-        return LOSSES[rule.loss](outputs, rule)
+        with torch.autocast(output.logits.device.type, enabled=False):
+            return LOSSES[rule.loss](outputs, rule)
 
     def _count(self, targets: list[Target]) -> Tensor:
         """Labels of each class, (K,)."""

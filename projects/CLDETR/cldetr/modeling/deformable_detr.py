@@ -120,6 +120,10 @@ class DeformableDETR(Detector):
             boxes = decoded.boxes
         return DetrOutput(logits, boxes, proposals, features=decoded.states[-1])
 
+    def classify(self, states: Tensor) -> Tensor:
+        """Class logits of states of the last decoder layer."""
+        return self.class_embed[len(self.transformer.decoder.layers) - 1](states)
+
     def scores(self, logits: Tensor) -> Tensor:
         """Class probabilities of logits, (…, K): independent sigmoids."""
         scores = logits.sigmoid()

@@ -219,6 +219,18 @@ class Detector(nn.Module):
         """Predicts logits and boxes with all decoder layers."""
         raise NotImplementedError
 
+    def classify(self, states: Tensor) -> Tensor:
+        """Class logits of states (…, D) of the last decoder layer, (…, C).
+
+        Optional: a distillation loss that asks the head about prototypes of classes needs it.
+        """
+        raise NotImplementedError
+
+    @property
+    def has_classify(self) -> bool:
+        """Whether the detector defines `classify`."""
+        return type(self).classify is not Detector.classify
+
     def scores(self, logits: Tensor) -> Tensor:
         """Class probabilities of logits, (…, K); zero for classes that are not visible."""
         raise NotImplementedError

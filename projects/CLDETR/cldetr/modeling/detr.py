@@ -72,6 +72,10 @@ class DETR(Detector):
         boxes = self.bbox_embed(states).float().sigmoid()
         return DetrOutput(self.class_embed(states), boxes, features=states[-1])
 
+    def classify(self, states: Tensor) -> Tensor:
+        """Class logits of states of the last decoder layer."""
+        return self.class_embed(states)
+
     def scores(self, logits: Tensor) -> Tensor:
         """Class probabilities of logits, (…, K), zero for classes that are not visible."""
         return self._probabilities(logits)[..., :-1]
