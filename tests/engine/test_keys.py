@@ -50,6 +50,7 @@ VARIANTS = {
     "per class": (
         *("METHOD.PSEUDO.SELECT", "per_class", "METHOD.PSEUDO.SCORE", "0.4"),
         *("METHOD.PSEUDO.SOFT", "False", "METHOD.PSEUDO.CALIBRATED", "True"),
+        *("METHOD.AVERAGE.ENABLED", "True"),
     ),
     "rank": (*PLAIN, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "rank"),
     "topology": (*PLAIN, "METHOD.DISTILL.ENABLED", "True", "METHOD.DISTILL.LOSS", "topology"),

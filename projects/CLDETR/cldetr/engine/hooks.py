@@ -7,6 +7,7 @@ Hooks see where they are through their trainer: `trainer.phase`, `trainer.stage`
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from detectron2.config import CfgNode
 from detectron2.data import MetadataCatalog, get_detection_dataset_dicts
 from detectron2.engine import HookBase
 from torch import Tensor, nn
+from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from cldetr.data.loader import Entries
 from cldetr.data.mapper import Augmentation, Mapper
@@ -64,6 +66,39 @@ class CheckpointHook(HookBase):
             raise Interrupted(signum)
 
 
+class AverageHook(HookBase):
+    """Keeps an exponential moving average of the detector's weights; checkpoints hold it."""
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.average: dict[str, Tensor] = {}
+
+    def before_train(self) -> None:
+        """Starts from the weights as they are, unless a checkpoint brought an average."""
+        if not self.average:
+            self.average = {name: x.clone() for name, x in self._weights().items()}
+
+    def after_step(self) -> None:
+        """Moves the average towards the weights."""
+        done = self.trainer.step + 1
+        decay = min(self.decay, (1 + done) / (10 + done))
+        current = [*self._weights().values()]
+        get_ema_multi_avg_fn(decay)([*self.average.values()], current, done)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The average."""
+        return self.average
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Takes the average of a checkpoint."""
+        device = self.trainer.detector.device
+        self.average = {name: value.to(device) for name, value in state.items()}
+
+    def _weights(self) -> dict[str, Tensor]:
+        state = self.trainer.detector.state_dict()
+        return {name: x for name, x in state.items() if x.is_floating_point()}
+
+
 def training_state(trainer: Any, meta: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint holds; refuses to write numbers that are not finite."""
     weights = finite_weights(trainer.detector)
@@ -84,9 +119,11 @@ def training_state(trainer: Any, meta: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def finite_weights(detector: nn.Module) -> dict[str, Tensor]:
-    """The weights to be saved; refuses numbers that are not finite."""
-    weights = detector.state_dict()
+def finite_weights(
+    detector: nn.Module, changes: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The weights to be saved, some of them changed; refuses numbers that are not finite."""
+    weights = {**detector.state_dict(), **(changes or {})}
     if not finite(list(weights.values())):
         raise InputError(
             "the weights are not finite any more; the last checkpoint is sound: lower "

@@ -32,7 +32,7 @@ from cldetr.engine.checkpoint import (
 )
 from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.evaluate import evaluate, run_evaluator, write_summary
-from cldetr.engine.hooks import CheckpointHook, SnapshotHook, finite_weights
+from cldetr.engine.hooks import AverageHook, CheckpointHook, SnapshotHook, finite_weights
 from cldetr.engine.initial_weights import (
     digest_of,
     initialise,
@@ -399,16 +399,32 @@ class IncrementalTrainer(TrainerBase):
         self._stop.check()
         begin = time.perf_counter()
         cfg = evaluation_config(self.run_cfg, phase, self.data.name("test", phase))
-        entry = self.test(cfg, self.detector)
+        calibrated = self.method.calibrate is not None and phase > 1
+        stage = "calibrate" if calibrated else "train"
+        entries = {"metrics.json": self.test(cfg, self.detector)}
+        entries |= self._evaluate_beside(cfg, self.ledger.folder(phase, stage))
 
         def finish() -> None:
-            calibrated = self.method.calibrate is not None and phase > 1
-            content = {**to_plain(entry), "stage": "calibrate" if calibrated else "train"}
-            write_json(self.ledger.folder(phase, "evaluate") / "metrics.json", content)
+            for name, entry in entries.items():
+                content = {**to_plain(entry), "stage": stage}
+                write_json(self.ledger.folder(phase, "evaluate") / name, content)
             facts = {"seconds": time.perf_counter() - begin, "memory_mb": memory_mb()}
-            self.ledger.finish(phase, "evaluate", ["metrics.json"], self._inputs, facts)
+            self.ledger.finish(phase, "evaluate", [*entries], self._inputs, facts)
 
         from_rank0(finish)
+
+    def _evaluate_beside(self, cfg: CfgNode, folder: Path) -> dict[str, Any]:
+        """Evaluates the weights that are saved beside the phase's model, where there are any."""
+        rule = self.method.average
+        if rule is None or cfg.STAGE.PHASE == 1:
+            return {}
+        name = "raw" if rule.final else "average"
+        path = await_file(folder / f"model_{name}.pth")
+        load_into(self.detector, load_state(path)["model"], str(path))
+        logger.info("evaluating %s beside the model of the phase", path.name)
+        entry = self.test(cfg, self.detector)
+        self._load(folder / "model.pth")
+        return {f"metrics_{name}.json": entry}
 
     # What the stages are made of.
 
@@ -459,6 +475,8 @@ class IncrementalTrainer(TrainerBase):
         period = self.cfg.SOLVER.CHECKPOINT_PERIOD
         self._hooks: list[HookBase] = []
         self.register_hooks(self.build_hooks())
+        if self.method.average is not None and stage.phase > 1:
+            self.register_hooks([AverageHook(self.method.average.decay)])
         self.register_hooks([CheckpointHook(folder / "checkpoints", period, self._stop, meta)])
         first = self._restore(folder / "checkpoints")
         logger.info(
@@ -543,9 +561,18 @@ class IncrementalTrainer(TrainerBase):
     ) -> None:
         """Writes the weights that a training stage ended with and declares it finished."""
         meta = self._describe(phase, stage)
-        weights = {"model": finite_weights(self.detector), "cldetr": meta}
-        save_state(self.ledger.folder(phase, stage) / "model.pth", weights)
-        self.ledger.finish(phase, stage, ["model.pth"], inputs, facts)
+        files = {"model.pth": finite_weights(self.detector)}
+        if self.method.average is not None and phase > 1:
+            (average,) = [hook.average for hook in self._hooks if isinstance(hook, AverageHook)]
+            averaged = finite_weights(self.detector, average)
+            if self.method.average.final:
+                files = {"model.pth": averaged, "model_raw.pth": files["model.pth"]}
+            else:
+                files["model_average.pth"] = averaged
+        folder = self.ledger.folder(phase, stage)
+        for name, weights in files.items():
+            save_state(folder / name, {"model": weights, "cldetr": meta})
+        self.ledger.finish(phase, stage, [*files], inputs, facts)
 
     def _describe(self, phase: int, stage: str) -> dict[str, Any]:
         """What the weights of a stage say about themselves."""

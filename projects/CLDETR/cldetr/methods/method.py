@@ -53,6 +53,25 @@ class CalibrationRule:
 
 
 @dataclass(frozen=True)
+class AverageRule:
+    """An exponential moving average of the weights, in every training stage from phase 2 on.
+
+    Attributes:
+        decay: what is kept of the average in a step; in the first steps t of a stage less,
+            (1 + t) / (10 + t), so that the weights that the stage starts from are soon forgotten.
+        final: the averaged weights are the model of the phase, which the next one starts from and
+            asks for labels; else the raw weights are. The others are saved and evaluated beside.
+    """
+
+    decay: float = 0.999
+    final: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay < 1.0:
+            raise InputError(f"METHOD.AVERAGE.DECAY must lie in [0, 1), not {self.decay}")
+
+
+@dataclass(frozen=True)
 class Method:
     """What is done against forgetting from the second phase on; nothing at all is fine-tuning.
 
@@ -61,6 +80,7 @@ class Method:
         pseudo: labels from the old model (DKD), or None.
         distill: a loss against the old model's predictions, query by query (LwF, ERD), or None.
         matcher: least IoUs of matched predictions and labels, or None: the Hungarian matcher.
+        average: a moving average of the weights, or None.
         memory: exemplars, or None.
         calibrate: the calibration step, or None. It needs a memory.
         unseen: classes of later phases have rows in the head from the start. "mask" leaves those
@@ -75,6 +95,7 @@ class Method:
     pseudo: PseudoRule | None = None
     distill: DistillRule | None = None
     matcher: MatcherRule | None = None
+    average: AverageRule | None = None
     memory: MemoryRule | None = None
     calibrate: CalibrationRule | None = None
     unseen: Literal["mask", "negative"] = "mask"
