@@ -63,11 +63,20 @@ MORE = [
     "ablation_kl_instances",
     "ablation_calibration_oracle",
 ]
+NEWER = [  # published after the paper
+    "70_10_threshold",
+    "70_10_q_mcmf",
+    "70_10_sikd",
+    "70_10_psedet",
+    "70_10_response",
+    "70_10_topology",
+    "70_10_combined",
+]
 SHORT = [
     *("SCHEDULE.FIRST.MAX_STEPS", "4", "SCHEDULE.TRAIN.MAX_STEPS", "1"),
     *("METHOD.CALIBRATE.ENABLED", "False"),
 ]
-CASES = [(name, detector) for detector in DETECTORS for name in MAIN]
+CASES = [(name, detector) for detector in DETECTORS for name in [*MAIN, *NEWER]]
 CASES += [(name, "deformable") for name in MORE]
 
 
@@ -131,6 +140,13 @@ def test_golden_losses_tell_the_methods_apart():
                 if one < other and frozenset({one, other}) not in same:
                     first, second = (golden[f"{name}, {detector}"] for name in (one, other))
                     assert first != pytest.approx(second, rel=2e-3), (one, other, detector)
+
+
+@pytest.mark.parametrize("name", NEWER[1:])
+def test_golden_losses_tell_newer_methods_from_their_base(name):
+    golden = json.loads(GOLDEN.read_text())
+    base, own = (golden[f"{method}, deformable"] for method in (NEWER[0], name))
+    assert own != pytest.approx(base, rel=2e-3)
 
 
 def training_losses(folder):
