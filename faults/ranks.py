@@ -33,7 +33,7 @@ MARGIN = 60.0  # torch gives processes half a minute to end by themselves
 
 
 def run(options: Options) -> Tally:
-    """Tries each fate once, then late and short-sighted processes."""
+    """Tries late, slow, differing and dying processes, then each fate once."""
     tally = Tally("processes")
     data = tiny.TinyData(options.work)
     work = options.folder("runs")
@@ -44,9 +44,15 @@ def run(options: Options) -> Tally:
     _disagreement(tally, data, work / "other")
     for world in (2,) if short else (2, 4):
         _deaths(tally, data, work / f"deaths{world}", world, options)
-    fates = {} if short else FATES
+    if not short:
+        _fates(tally, data, work, options)
+    return tally
+
+
+def _fates(tally: Tally, data: tiny.TinyData, work: Path, options: Options) -> None:
+    """Kills, stops or interrupts a process, or the one that started them."""
     slowest = 0.0
-    for name, fate in fates.items():
+    for name, fate in FATES.items():
         if options.out_of_time:
             break
         folder = work / name.replace(" ", "_")
@@ -72,7 +78,6 @@ def run(options: Options) -> Tally:
         tally.check("fates: the run goes on", again.wait() == 0, f"{name}: {again.said()[-500:]}")
     if slowest:
         tally.note(f"the slowest end took {slowest:.0f} s with a timeout of {TIMEOUT:.0f} s")
-    return tally
 
 
 def _run(
