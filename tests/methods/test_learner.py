@@ -237,9 +237,10 @@ def test_recorded_predictions_label_as_the_live_teacher_does(detector, head, sel
     sum(learner(inputs).values()).backward()  # a whole step without the teacher
 
 
-def test_a_distillation_loss_cannot_do_with_recorded_predictions():
+@pytest.mark.parametrize("loss", ["lwf", "rank", "topology", "response"])
+def test_a_distillation_loss_cannot_do_with_recorded_predictions(loss):
     with pytest.raises(InputError, match=r"METHOD\.PSEUDO\.CACHE"):
-        Method(pseudo=PseudoRule(cache=True), distill=DistillRule())
+        Method(pseudo=PseudoRule(cache=True), distill=DistillRule(loss))
 
 
 @pytest.mark.parametrize(

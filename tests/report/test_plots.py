@@ -60,6 +60,19 @@ def test_what_was_forgotten_comes_first_and_new_categories_apart():
     assert bars(learnt) == [52]
 
 
+def test_the_share_of_matched_labels_is_a_curve_for_each_layer():
+    names = ["matched/new_0", "matched/new", "matched/pseudo_0", "matched/pseudo"]
+    curve = [{"iteration": i, **dict.fromkeys(names, 0.1 * i)} for i in range(5)]
+    plot = training_plot(run_of(None, curve=curve, stages=[trained(2, "train", steps=5)]))
+    assert [panel.title for panel in plot.panels] == [
+        "Share of new labels that each decoder layer matches",
+        "Share of pseudo-labels that each decoder layer matches",
+    ]
+    for panel in plot.panels:
+        legend = drawn(panel).get_legend().get_texts()
+        assert [text.get_text() for text in legend] == ["1", "last"]
+
+
 def test_loss_curves_stop_at_the_end_of_a_stage():
     curve = [{"iteration": i, "total_loss": float(i), "lr": 1e-3} for i in range(20)]
     stages = [trained(1, "train", steps=15), trained(2, "train", steps=5)]
