@@ -159,6 +159,35 @@ def test_predictions_of_an_image_file_equal_the_pipelines(name, folder, photo):
         ), ours
 
 
+@pytest.mark.parametrize("name", ["deformable_detr_refine", "rt_detr_v2", "d_fine"])
+def test_heads_that_differ_from_layer_to_layer_stay_different(name, tmp_path, photo):
+    """Their configs tie the heads, and their checkpoints have different ones."""
+    config = CONFIGS[name]()
+    config.tie_word_embeddings = False
+    config.id2label = dict(enumerate(LABELS))
+    torch.manual_seed(0)
+    model = hf.AutoModelForObjectDetection.from_config(config).eval()
+    state = model.state_dict()
+    for key in state:
+        if "model.decoder.class_embed" in key or "model.decoder.bbox_embed" in key:
+            state[key].copy_(state[key.removeprefix("model.decoder.")])
+    config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path)
+    make_processor(name).save_pretrained(tmp_path)
+    expected = hf.pipeline("object-detection", model=str(tmp_path), threshold=0.0)(str(photo))
+    scores = sorted((found["score"] for found in expected), reverse=True)
+    predictor = Predictor.from_checkpoint(tmp_path)
+    found = [found.score for found in predictor(photo, score=0.0)]
+    np.testing.assert_allclose(found[:12], scores[:12], atol=2e-5)
+    heads = predictor.detector.model.class_embed
+    assert not torch.equal(heads[0].weight, heads[1].weight)
+    decoder = predictor.detector.model.model.decoder
+    assert (
+        decoder.bbox_embed[1].layers[0].weight
+        is predictor.detector.model.bbox_embed[1].layers[0].weight
+    )
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_the_class_parameters_are_those_that_grow_with_the_labels(name):
     shapes = [
@@ -388,6 +417,11 @@ def test_native_losses_take_hard_labels_of_all_classes(folder, batch_of):
     soft = CalibrationRule(complete=PseudoRule(soft=True))
     with pytest.raises(InputError, match=r"CALIBRATE.COMPLETE.SOFT to False"):
         Method(memory=CLDETR.memory, calibrate=soft, unseen="negative").check(detector)
+    weighed = Method(
+        pseudo=PseudoRule(soft=False, balance=1.0), matcher=MatcherRule(), unseen="negative"
+    )
+    with pytest.raises(InputError, match=r"BALANCE to 0.*\n.*MATCHER.ENABLED to False"):
+        weighed.check(detector)
     Method(pseudo=PseudoRule(soft=False), unseen="negative").check(detector)
     images, targets = batch_of(detector)
     with pytest.raises(InputError, match="UNSEEN to negative"):

@@ -1,4 +1,4 @@
-"""`cldetr export`: a trained detector as a file that PyTorch runs without this package."""
+"""`cldetr export`: a trained detector as a file or folder that runs without this package."""
 
 from __future__ import annotations
 
@@ -6,33 +6,57 @@ import argparse
 from pathlib import Path
 
 from cldetr.analysis.export import export_detector
+from cldetr.analysis.export_huggingface import export_folder, export_onnx
 from cldetr.analysis.predict import Predictor
 from cldetr.errors import InputError
+
+FORMATS = {
+    "pt2": "a file that PyTorch runs, for images of one --size",
+    "huggingface": "a folder that transformers loads",
+    "onnx": "a file for onnxruntime",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
     parser.add_argument(
-        "--weights", type=Path, required=True, metavar="FILE", help="model.pth of a run"
+        "--weights",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="model.pth of a run, or a folder of transformers",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="ending in .pt2")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="PATH", help="a .pt2 or .onnx file, or a folder"
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default="pt2",
+        help="; ".join(f"{name}: {what}" for name, what in FORMATS.items()),
+    )
     parser.add_argument(
         "--size",
         type=int,
         nargs=2,
-        required=True,
         metavar=("HEIGHT", "WIDTH"),
-        help="of the input images: the exported detector takes this size only",
+        help="pt2: of the input images: the exported detector takes this size only",
     )
     parser.add_argument("--config-file", metavar="FILE", help="the config of the weights")
 
 
 def run(args: argparse.Namespace) -> int:
     """Exports, verifies and tells how equal it is."""
-    if args.out.suffix != ".pt2":
-        raise InputError(f"the output file must end in .pt2: {args.out}")
+    suffix = {"pt2": ".pt2", "onnx": ".onnx"}.get(args.format, "")
+    if suffix and args.out.suffix != suffix:
+        raise InputError(f"the output file must end in {suffix}: {args.out}")
+    if (args.format == "pt2") != (args.size is not None):
+        raise InputError("--size HEIGHT WIDTH is needed for --format pt2, and for no other")
     predictor = Predictor.from_checkpoint(args.weights, config_file=args.config_file, device="cpu")
-    height, width = args.size
-    apart = export_detector(predictor, height, width, args.out)
+    if args.format == "pt2":
+        apart = export_detector(predictor, *args.size, args.out)
+    else:
+        write = export_folder if args.format == "huggingface" else export_onnx
+        apart = write(predictor, args.out)
     print(f"{args.out}: equal to the detector within {apart:.2g} on random images")
     return 0

@@ -129,18 +129,27 @@ class Method:
             )
         complete = self.calibrate.complete if self.calibrate is not None else None
         rules = {"METHOD.PSEUDO": self.pseudo, "METHOD.CALIBRATE.COMPLETE": complete}
+        ours = "or MODEL.HUGGINGFACE.LOSS to ours"
         for key, rule in rules.items():
-            if rule is not None and rule.soft and not detector.takes_soft_labels:
+            if rule is not None and rule.soft and detector.plain_labels_only:
                 problems.append(
                     f"{key}.SOFT labels with distributions over the classes, but the model's own "
-                    f"loss takes one class per box: set {key}.SOFT to False, or "
-                    "MODEL.HUGGINGFACE.LOSS to ours"
+                    f"loss takes one class per box: set {key}.SOFT to False, {ours}"
                 )
+            if rule is not None and rule.balance and detector.plain_labels_only:
+                problems.append(
+                    f"{key}.BALANCE weighs labels, but the model's own loss takes no weights: set "
+                    f"{key}.BALANCE to 0, {ours}"
+                )
+        if self.matcher is not None and detector.plain_labels_only:
+            problems.append(
+                "METHOD.MATCHER asks for least IoUs, but the model's own loss has its own matcher: "
+                f"set METHOD.MATCHER.ENABLED to False, {ours}"
+            )
         if self.unseen == "mask" and not detector.takes_class_mask:
             problems.append(
                 "METHOD.UNSEEN mask excludes classes of later phases from the loss, which the "
-                "model's own loss cannot: set METHOD.UNSEEN to negative, or "
-                "MODEL.HUGGINGFACE.LOSS to ours"
+                f"model's own loss cannot: set METHOD.UNSEEN to negative, {ours}"
             )
         if problems:
             raise InputError.listing(f"{name} cannot be trained with this method:", problems)

@@ -52,7 +52,7 @@ class Detector(nn.Module):
     # What a method may need; `Method.check` refuses one that needs what a detector does not have.
     fixed_queries = True  # query j means the same on every image
     takes_class_mask = True  # `losses` can exclude classes
-    takes_soft_labels = True
+    plain_labels_only = False  # `losses` takes one class per box, no weights, no least IoUs
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ import json
 import re
 import tempfile
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,7 +113,7 @@ class HuggingFaceDetector(Detector):
         self.two_stage = bool(getattr(config, "two_stage", False))  # Deformable DETR's
         self.fixed_queries = self.fixed_queries and not self.two_stage
         self.native_loss = native_loss
-        self.takes_class_mask = self.takes_soft_labels = not native_loss
+        self.takes_class_mask, self.plain_labels_only = not native_loss, native_loss
         self.resize = resize
         self.freeze_batch_norm = freeze_batch_norm
         self.source, self.allow_pickle = source, allow_pickle
@@ -127,6 +127,9 @@ class HuggingFaceDetector(Detector):
         if freeze_batch_norm:
             for layer in self._batch_norms():
                 layer.requires_grad_(False)
+        for name, module in model.named_modules():
+            if re.search(r"\b(enc_score_head|enc_out_class_embed\.\d+)$", name):
+                module.register_forward_hook(self._hide_unseen)
         use_our_operator(model)
 
     @classmethod
@@ -145,7 +148,8 @@ class HuggingFaceDetector(Detector):
                 "INPUT.MIN_SIZE_TRAIN and MIN_SIZE_TEST must both be 0, for the sizes of the image "
                 "processor, or both give sizes"
             )
-        config, processor = read_description(keys.CONFIG or describe_source(keys.NAME))
+        text = keys.CONFIG or describe_source(keys.NAME)
+        config, processor, tied = read_description(text)
         config = with_labels(
             config, [f"class {label}" for label in range(cfg.MODEL.DETR.NUM_CLASSES)]
         )
@@ -156,7 +160,7 @@ class HuggingFaceDetector(Detector):
             SoftmaxCE(loss.NO_OBJECT_WEIGHT),
         )
         return {
-            "model": build_from_config(config),
+            "model": build_from_config(config, tied),
             "processor": processor,
             "criterion": make_criterion(cfg, heads[softmax]),
             "native_loss": keys.LOSS == "native",
@@ -247,7 +251,10 @@ class HuggingFaceDetector(Detector):
             output.proposals,
         )
         repeated = [target for target in targets for _ in range(groups)]
-        return self.criterion(folded, repeated, class_mask=class_mask), self._first_group(output)
+        num_boxes = self.criterion.normaliser(targets, output.logits.device)
+        with self.criterion.normalised_by(num_boxes * groups):
+            losses = self.criterion(folded, repeated, class_mask=class_mask)
+        return losses, self._first_group(output)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Class probabilities of logits, (…, K), zero for classes that are not visible."""
@@ -340,6 +347,12 @@ class HuggingFaceDetector(Detector):
             output.features,
         )
 
+    def _hide_unseen(self, module: nn.Module, inputs: Any, logits: Tensor) -> Tensor:
+        """Lets visible classes alone choose the queries, as they alone are predicted."""
+        if self.training:
+            return logits
+        return logits.masked_fill(~self.visible_classes, torch.finfo(logits.dtype).min)
+
     def _batch_norms(self) -> Iterator[nn.Module]:
         return (layer for layer in self.model.modules() if isinstance(layer, _BATCH_NORMS))
 
@@ -419,18 +432,27 @@ def describe_source(name: str) -> str:
             f"AutoImageProcessor.from_pretrained(…).save_pretrained({name!r}) "
             f"({_first_line(error)})"
         ) from None
-    model = config.to_dict()
-    for key in ("transformers_version", "_name_or_path"):
-        model.pop(key, None)
-    return json.dumps({"model": model, "processor": processor.to_dict()}, sort_keys=True)
+    description = {
+        "model": plain_settings(config),
+        "processor": processor.to_dict(),
+        "tied": _tied(_load(name)[0] if _has_weights(name) else build_from_config(config)),
+    }
+    return json.dumps(description, sort_keys=True)
 
 
-def read_description(text: str) -> tuple[Any, Any]:
-    """The config and the image processor of what `describe_source` returned."""
+def plain_settings(config: Any) -> dict[str, Any]:
+    """The settings of a model, without where and with what they were written."""
+    settings = config.to_dict()
+    return {k: v for k, v in settings.items() if k not in ("transformers_version", "_name_or_path")}
+
+
+def read_description(text: str) -> tuple[Any, Any, dict[str, str]]:
+    """The config, the image processor and the shared weights of `describe_source`."""
     transformers = library()
     try:
         content = json.loads(text)
         parts = {"config.json": content["model"], "preprocessor_config.json": content["processor"]}
+        tied = dict(content["tied"])
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"MODEL.HUGGINGFACE.CONFIG is damaged ({error}): remove it, it follows from NAME"
@@ -440,7 +462,8 @@ def read_description(text: str) -> tuple[Any, Any]:
             (Path(folder) / name).write_text(json.dumps(part))
         config = _from_pretrained(transformers.AutoConfig, folder, "model")
         check_architecture(config, "MODEL.HUGGINGFACE.CONFIG")
-        return config, _from_pretrained(transformers.AutoImageProcessor, folder, "processor")
+        processor = _from_pretrained(transformers.AutoImageProcessor, folder, "processor")
+    return config, processor, tied
 
 
 def read_weights(name: str, allow_pickle: bool = False) -> tuple[dict[str, Tensor], list[str]]:
@@ -453,10 +476,8 @@ def read_weights(name: str, allow_pickle: bool = False) -> tuple[dict[str, Tenso
     Returns:
         the weights, and the label of each row of the class head.
     """
-    transformers = library()
-    local = Path(name).is_dir()
-    pickles = [*Path(name).glob("*.bin"), *Path(name).glob("*.pt")] if local else []
-    if local and not any(Path(name).glob("*.safetensors")) and not (allow_pickle and pickles):
+    pickles = [*Path(name).glob("*.bin"), *Path(name).glob("*.pt")]
+    if not _has_weights(name) and not (allow_pickle and pickles):
         if not pickles:
             raise InputError(f"{name} holds no weights (model.safetensors)")
         raise InputError(
@@ -464,18 +485,8 @@ def read_weights(name: str, allow_pickle: bool = False) -> tuple[dict[str, Tenso
             "code: convert it where you trust it, AutoModelForObjectDetection.from_pretrained("
             f"{name!r}).save_pretrained({name!r}), or set MODEL.HUGGINGFACE.ALLOW_PICKLE to True"
         )
-    config = _from_pretrained(transformers.AutoConfig, name, "model")
-    check_architecture(config, name)
-    with _quiet(transformers):
-        model, info = _from_pretrained(
-            transformers.AutoModelForObjectDetection,
-            name,
-            "weights",
-            use_safetensors=None if allow_pickle else True,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,
-            dtype=torch.float32,
-        )
+    model, info = _load(name, allow_pickle)
+    config = model.config
     problems = [
         f"{entry[0]}: the weights have {tuple(entry[1])}, {config.num_labels} labels make "
         f"{tuple(entry[2])}"
@@ -492,6 +503,44 @@ def read_weights(name: str, allow_pickle: bool = False) -> tuple[dict[str, Tenso
             f"{name} lacks weights of the model:", sorted(info["missing_keys"]), 10
         )
     return {f"model.{key}": value for key, value in model.state_dict().items()}, labels_of(config)
+
+
+def _has_weights(name: str) -> bool:
+    """Whether there are safetensors; those of a name on the hub are looked for when needed."""
+    return not Path(name).is_dir() or any(Path(name).glob("*.safetensors"))
+
+
+def _load(name: str, allow_pickle: bool = False) -> tuple[Any, dict[str, Any]]:
+    """A model with its weights, and what transformers says about loading them."""
+    transformers = library()
+    check_architecture(_from_pretrained(transformers.AutoConfig, name, "model"), name)
+    with _quiet(transformers):
+        return _from_pretrained(
+            transformers.AutoModelForObjectDetection,
+            name,
+            "weights",
+            use_safetensors=None if allow_pickle else True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            dtype=torch.float32,
+        )
+
+
+def _tied(model: Any) -> dict[str, str]:
+    """Names of weights → names of those that they are one with.
+
+    The decoder's heads are those of the model: where their values are equal, they are one as well.
+    """
+    first: dict[nn.Parameter, str] = {}
+    tied = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, parameter in parameters.items():
+        twin = parameters.get(name.removeprefix("model.decoder."), parameter)
+        if twin is not parameter and twin.equal(parameter):
+            parameter = twin
+        if first.setdefault(parameter, name) != name:
+            tied[name] = first[parameter]
+    return tied
 
 
 def folder_of(name: str) -> Path | None:
@@ -551,13 +600,26 @@ def with_labels(config: Any, labels: Sequence[str]) -> Any:
     return config
 
 
-def build_from_config(config: Any) -> nn.Module:
-    """A model with random weights."""
+def build_from_config(config: Any, tied: Mapping[str, str] | None = None) -> Any:
+    """A model with random weights.
+
+    Args:
+        config: its settings.
+        tied: which weights are one, as `_tied` says. Left to themselves, some models tie all heads,
+            and untie them only when a checkpoint has different ones.
+    """
     transformers = library()
+    if tied is not None and hasattr(config, "tie_word_embeddings"):
+        config.tie_word_embeddings = False
     try:
-        return transformers.AutoModelForObjectDetection.from_config(config, trust_remote_code=False)
+        auto = transformers.AutoModelForObjectDetection
+        model = auto.from_config(config, trust_remote_code=False)
     except (ImportError, ValueError) as error:
         raise InputError(f"cannot build {config.model_type}: {_first_line(error)}") from error
+    for name, source in (tied or {}).items():
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, model.get_parameter(source))
+    return model
 
 
 def check_architecture(config: Any, name: str) -> None:

@@ -1,0 +1,156 @@
+"""A trained detector as a folder of Hugging Face transformers, or as an ONNX file.
+
+Both are of the same model: that of transformers, which for our own Deformable DETR and DETR has our
+weights under its names. The results are compared with the detector before anything is written.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cldetr.analysis.predict import Predictor
+from cldetr.errors import InputError
+from cldetr.files import atomic_path
+from cldetr.modeling.huggingface import library
+from cldetr.modeling.huggingface_names import image_processor, to_hugging_face
+from cldetr.modeling.structures import ImageBatch
+
+_EQUAL = 1e-3  # of a logit or a relative coordinate: more is no rounding
+
+
+def export_folder(predictor: Predictor, folder: str | os.PathLike[str]) -> float:
+    """Writes what `AutoModelForObjectDetection` and `AutoImageProcessor` load from a folder.
+
+    Its `id2label` has the classes that the detector has seen, in the order of its labels.
+
+    Returns:
+        the largest difference of a logit or a box that was found on random images.
+    """
+    if Path(folder).exists() and any(Path(folder).iterdir()):
+        raise InputError(f"{folder} is not empty: give a new folder")
+    transformers = library()
+    model, processor = _convert(predictor)
+    with atomic_path(folder, folder=True) as partial:
+        model.save_pretrained(partial)
+        processor.save_pretrained(partial)
+        loaded = transformers.AutoModelForObjectDetection.from_pretrained(
+            partial, local_files_only=True
+        ).eval()
+        transformers.AutoImageProcessor.from_pretrained(partial, local_files_only=True)
+        return _compare(predictor, lambda x: tuple(_Raw(loaded)(x)), _sizes(model, processor))
+
+
+def export_onnx(predictor: Predictor, path: str | os.PathLike[str]) -> float:
+    """Writes an ONNX file from normalised images (1, 3, H, W) to logits and relative boxes.
+
+    It is run with onnxruntime on two image sizes and compared with the detector.
+
+    Returns:
+        the largest difference of a logit or a box that was found.
+    """
+    try:
+        import onnxruntime
+        import onnxscript  # noqa: F401 (torch.onnx needs it)
+    except ImportError as error:
+        raise InputError(
+            f"export to ONNX needs further packages ({error}): pip install 'cldetr[onnx]'"
+        ) from None
+    model, processor = _convert(predictor)
+    sizes = _sizes(model, processor)
+    fixed = sizes[0] == sizes[1]
+    images = torch.randn(1, 3, *sizes[0])
+    dynamic = torch.export.Dim.DYNAMIC
+    shapes = None if fixed else {"pixel_values": {2: dynamic, 3: dynamic}}
+    try:
+        with torch.no_grad():
+            program: Any = torch.onnx.export(
+                _Raw(model),
+                (images,),
+                dynamo=True,
+                dynamic_shapes=shapes,
+                input_names=["pixel_values"],
+                output_names=["logits", "pred_boxes"],
+                verbose=False,
+            )
+    except Exception as error:  # torch.export and onnxscript raise errors of many kinds
+        raise InputError(
+            f"{model.config.model_type} cannot be exported to ONNX with this torch "
+            f"({type(error).__name__}: {_reason(error)}): use --format huggingface, or pt2"
+        ) from error
+    with atomic_path(path) as partial:
+        about = {"id2label": model.config.id2label, "processor": processor.to_dict()}
+        program.model.metadata_props["cldetr"] = json.dumps(about, default=str)
+        program.save(str(partial))
+        session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
+
+        def run(pixels: Tensor) -> tuple[Tensor, ...]:
+            found = session.run(None, {"pixel_values": pixels.numpy()})
+            return tuple(torch.from_numpy(x) for x in found)
+
+        return _compare(predictor, run, sizes)
+
+
+class _Raw(nn.Module):
+    """A model of transformers, tensors in and tensors out."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
+        """(1, 3, H, W) → logits (1, Q, C) and boxes (1, Q, 4) as cxcywh in [0, 1]."""
+        found = self.model(pixel_values=pixel_values)
+        return found.logits, found.pred_boxes
+
+
+def _convert(predictor: Predictor) -> tuple[Any, Any]:
+    detector, size = predictor.detector, predictor.augmentation
+    rows = detector.visible_classes.nonzero().flatten().tolist()
+    labels = [predictor.categories[row].name for row in rows]
+    if not labels:
+        raise InputError("the detector has not seen any class: there is nothing to export")
+    model = to_hugging_face(detector, labels)
+    return model, image_processor(detector, size.test_short_side, size.test_max_side)
+
+
+def _sizes(model: Any, processor: Any) -> list[tuple[int, int]]:
+    """Two sizes of images to compare on: the processor's where it has but one."""
+    size = processor.size if processor.do_resize else None
+    if size is not None and getattr(size, "height", None):
+        return [(size.height, size.width)] * 2
+    return [(128, 192), (160, 96)]
+
+
+def _compare(predictor: Predictor, run: Any, sizes: Sequence[tuple[int, int]]) -> float:
+    """The largest difference of two models on random images; raises where it is no rounding."""
+    detector = copy.deepcopy(predictor.detector).cpu().eval()
+    rows = detector.visible_classes.nonzero().flatten()
+    generator, apart = torch.Generator().manual_seed(0), 0.0
+    for height, width in sizes:
+        pixels = torch.randn(1, 3, height, width, generator=generator)
+        ours = pixels.flip(1) if detector.input_format == "BGR" else pixels
+        with torch.no_grad():
+            expected = detector.predict(ImageBatch(ours, [(height, width)]))
+            logits, boxes = run(pixels)
+        extra = torch.arange(detector.num_classes, expected.logits.shape[-1])
+        wanted = expected.logits[-1][..., torch.cat([rows, extra])]
+        apart = max(apart, float((logits - wanted).abs().max()))
+        apart = max(apart, float((boxes - expected.boxes[-1]).abs().max()))
+    if not apart <= _EQUAL:
+        raise InputError(
+            f"the exported detector differs from the original by {apart:.2g}: nothing was written"
+        )
+    return apart
+
+
+def _reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:200] if lines else "no reason given"
