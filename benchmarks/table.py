@@ -77,6 +77,11 @@ def shape(name: str, key: str) -> Callable[[Lines], float]:
     return lambda lines: float(next(line[key] for line in lines if line["shape"] == name))
 
 
+def model_ratio(name: str, what: str) -> Callable[[Lines], float]:
+    """Reads a ratio of the line of one model."""
+    return lambda lines: float(next(x["ratio"][what] for x in lines if x["model"] == name))
+
+
 def small(key: str) -> Callable[[Lines], float]:
     """Reads the least of a number over the small shapes."""
     return lambda lines: min(
@@ -148,6 +153,27 @@ BENCHMARKS = (
             Row("training step against Hugging Face", last("train_cpu_s", "ratio"), "×", 2.1),
             Row("its peak memory", last("memory_mb", "ratio"), "×", 0.6, True),
             Row("inference against Hugging Face", last("inference_cpu_s", "ratio"), "×", 2.0),
+        ),
+    ),
+    Benchmark(
+        "huggingface_operator",
+        "huggingface_operator.py",
+        (),
+        ("--repeat", "1", "--height", "128", "--width", "128"),
+        (
+            Row(
+                "Hugging Face's Deformable DETR with our operator, step",
+                model_ratio("deformable_detr", "step"),
+                "×",
+                1.0,
+            ),
+            Row("the same, inference", model_ratio("deformable_detr", "forward"), "×", 1.0),
+            Row(
+                "Hugging Face's RT-DETR with our operator, step",
+                model_ratio("rt_detr", "step"),
+                "×",
+                1.0,
+            ),
         ),
     ),
     Benchmark(

@@ -16,6 +16,7 @@ from cldetr.config import default_config
 from cldetr.errors import InputError
 from cldetr.methods.distill import DistillRule
 from cldetr.methods.learner import Learner, freeze
+from cldetr.methods.matching import MatcherRule
 from cldetr.methods.method import CLDETR, CalibrationRule, Method
 from cldetr.methods.pseudo import PseudoRule
 from cldetr.modeling.huggingface import HuggingFaceDetector, describe_source, use_our_operator
