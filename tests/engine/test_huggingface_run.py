@@ -1,10 +1,14 @@
 """Whole runs of detectors of Hugging Face: two phases, stopped and resumed, and classes added."""
 
+import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from cldetr.analysis.predict import Predictor
+from cldetr.cli import main
 from cldetr.config import load_config
 from cldetr.engine.checkpoint import load_state
 from cldetr.engine.step import StageTrainer
@@ -106,3 +110,51 @@ def test_two_phases_that_are_stopped_and_resumed_end_as_those_that_are_not(
     weights = tmp_path / "whole" / "phase2" / "calibrate" / "model.pth"
     predictor = Predictor.from_checkpoint(weights, device="cpu")
     assert len(predictor.categories) == 4
+
+
+ADD = [
+    *("SCHEDULE.TRAIN.MAX_STEPS", "2", "SCHEDULE.TRAIN.MIN_STEPS", "0"),
+    *("SCHEDULE.CALIBRATE.MAX_STEPS", "2", "SCHEDULE.CALIBRATE.MIN_STEPS", "0"),
+    *("METHOD.PSEUDO.FOREGROUND", "0.0", "METHOD.MEMORY.BUDGET", "4", "MODEL.DEVICE", "cpu"),
+    *("REPORT", "False", "DATALOADER.NUM_WORKERS", "0", "VIS_PERIOD", "0"),
+]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=() if x in ("deformable_detr", "rt_detr") else pytest.mark.slow)
+        for x in CONFIGS
+    ],
+)
+def test_a_category_is_added_to_those_of_a_folder(name, folder, tiny_shapes, tmp_path):
+    known = ("N/A", "cat", "dog")  # as COCO's ids begin: the first row has no category
+    given = folder(name, known)
+    train_data = tiny_shapes[1].strip("[]'")
+    annotations, images = train_data.split(".json:")
+    content = json.loads(Path(f"{annotations}.json").read_text())
+    star = next(x["id"] for x in content["categories"] if x["name"] == "star")
+    content["categories"] = [x for x in content["categories"] if x["id"] == star]
+    content["annotations"] = [x for x in content["annotations"] if x["category_id"] == star]
+    (tmp_path / "new.json").write_text(json.dumps(content))
+    words = ["add", "--detector", given, "--data", f"{tmp_path / 'new.json'}:{images}"]
+    words += ["--test", f"{tmp_path / 'new.json'}:{images}", "--out", str(tmp_path / "run"), *ADD]
+    assert main(words) == 0
+    first = load_state(tmp_path / "run" / "phase1" / "train" / "model.pth")
+    names = [category["name"] for category in first["cldetr"]["categories"]]
+    assert sorted(names) == ["cat", "dog", "star"]
+    assert sorted(first["cldetr"]["seen"]) == ["cat", "dog"]
+    source = make_model(name, known).state_dict()
+    heads = [key for key, value in source.items() if f"model.{key}" in first["model"]]
+    assert len(heads) == len(source)
+    for key, value in source.items():  # rows went where their categories are
+        found = first["model"][f"model.{key}"]
+        if found.shape == value.shape and "class_embed" not in key:
+            assert torch.equal(found, value), key
+    head = next(key for key in source if re.search(r"class_(embed|labels).*weight$", key))
+    for label in ("cat", "dog"):
+        row, before = names.index(label), known.index(label)
+        if not name.endswith("two_stage"):  # whose last head has a row for any object
+            assert torch.equal(first["model"][f"model.{head}"][row], source[head][before])
+    predictor = Predictor.from_checkpoint(tmp_path / "run" / "phase2" / "calibrate" / "model.pth")
+    assert int(predictor.detector.visible_classes.sum()) == 3

@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs=2,
         metavar=("HEIGHT", "WIDTH"),
-        help="pt2: of the input images: the exported detector takes this size only",
+        help="pt2, onnx: of the input images: the exported detector takes this size only",
     )
     parser.add_argument("--config-file", metavar="FILE", help="the config of the weights")
 
@@ -50,13 +50,16 @@ def run(args: argparse.Namespace) -> int:
     suffix = {"pt2": ".pt2", "onnx": ".onnx"}.get(args.format, "")
     if suffix and args.out.suffix != suffix:
         raise InputError(f"the output file must end in {suffix}: {args.out}")
-    if (args.format == "pt2") != (args.size is not None):
-        raise InputError("--size HEIGHT WIDTH is needed for --format pt2, and for no other")
+    if args.format == "pt2" and args.size is None:
+        raise InputError("--format pt2 is for images of one size: give it, --size HEIGHT WIDTH")
+    if args.format == "huggingface" and args.size is not None:
+        raise InputError("--size is for pt2 and onnx: an image processor says it in a folder")
     predictor = Predictor.from_checkpoint(args.weights, config_file=args.config_file, device="cpu")
     if args.format == "pt2":
         apart = export_detector(predictor, *args.size, args.out)
+    elif args.format == "onnx":
+        apart = export_onnx(predictor, args.out, args.size and tuple(args.size))
     else:
-        write = export_folder if args.format == "huggingface" else export_onnx
-        apart = write(predictor, args.out)
+        apart = export_folder(predictor, args.out)
     print(f"{args.out}: equal to the detector within {apart:.2g} on random images")
     return 0

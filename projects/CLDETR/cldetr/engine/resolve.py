@@ -59,7 +59,12 @@ def resolve(cfg: CfgNode) -> tuple[CfgNode, RunData]:
 def filled_in(before: CfgNode, after: CfgNode) -> list[str]:
     """The keys, with their values, that `resolve` chose."""
     stated = dict(leaves(before))
-    skipped = ("MODEL.DETR.NUM_CLASSES", "MODEL.DEVICE", "MODEL.DETECTOR")
+    skipped = (
+        "MODEL.DETR.NUM_CLASSES",
+        "MODEL.DEVICE",
+        "MODEL.DETECTOR",
+        "MODEL.HUGGINGFACE.CONFIG",
+    )
     return [
         f"{key} {value}"
         for key, value in leaves(after)
@@ -78,24 +83,22 @@ def _take_detector(cfg: CfgNode) -> CfgNode | None:
         return None
     extends = cfg.SCENARIO.PROTOCOL == "extend"
     root = Path(cfg.MODEL.DETECTOR)
-    if folder_of(cfg.MODEL.DETECTOR) is not None:
-        if not is_set("MODEL.META_ARCHITECTURE", cfg.MODEL.META_ARCHITECTURE):
-            cfg.MODEL.META_ARCHITECTURE = "HuggingFaceDetector"
-        return None
-    if root.is_dir():
+    of_hugging_face = folder_of(cfg.MODEL.DETECTOR) is not None
+    if root.is_dir() and not of_hugging_face:
         phase, cfg.MODEL.DETECTOR = _last_weights(root)
         folder = root / f"phase{phase}" / "select"
         if extends and not cfg.DATASETS.EXEMPLARS and folder.is_dir():
             cfg.DATASETS.EXEMPLARS = tuple(exemplar_references(folder))
             logger.info("exemplars of %s: %d data sets", root, len(cfg.DATASETS.EXEMPLARS))
-    if not Path(cfg.MODEL.DETECTOR).is_file():
+    if not Path(cfg.MODEL.DETECTOR).is_file() and not of_hugging_face:
         return None  # it is told where it is loaded; a plan may be made before it is trained
     meta = load_state(cfg.MODEL.DETECTOR).get("cldetr")
     if not isinstance(meta, dict) or not {"config", "settings"} & {*meta}:
         return None
     stored = config_of_weights(meta, cfg.MODEL.DETECTOR)
     more = ("INPUT.", *(f"SOLVER.{key}" for key in _SOLVER)) if extends else ()
-    prefixes = ("MODEL.", "LAZY.model", *more)
+    sizes = ("INPUT.",) if of_hugging_face else ()  # 0: those of its image processor
+    prefixes = ("MODEL.", "LAZY.model", *more, *sizes)
     given = dict(leaves(cfg))
     taken = {
         key: value

@@ -147,7 +147,10 @@ def config_of_weights(meta: Mapping[str, Any], path: str | os.PathLike[str]) -> 
             keys["MODEL.DETR.ONE_CLASS_PER_QUERY"] = True
         if keys.get("MODEL.META_ARCHITECTURE") == "HuggingFaceDetector":
             keys |= {"INPUT.MIN_SIZE_TRAIN": [0], "INPUT.MIN_SIZE_TEST": 0}  # the processor's
-        merge_keys(cfg, _OFFICIAL | keys, str(path))
+            keys["INPUT.CROP.ENABLED"] = False
+        else:
+            keys = _OFFICIAL | keys
+        merge_keys(cfg, keys, str(path))
         return cfg
     raise InputError(
         f"{path} does not say which model it is of: give the config that it was trained with, "
