@@ -31,8 +31,8 @@ def build(name: str) -> Any:
     """A model of the published size with random weights."""
     if name == "rt_detr":
         return AutoModelForObjectDetection.from_config(RTDetrConfig())
-    features = ["stage2", "stage3", "stage4"]
-    backbone = ResNetConfig(out_features=features)
+    settings: dict[str, Any] = {"out_features": ["stage2", "stage3", "stage4"]}
+    backbone = ResNetConfig(**settings)
     return AutoModelForObjectDetection.from_config(DeformableDetrConfig(backbone_config=backbone))
 
 

@@ -1,6 +1,7 @@
 """Detectors as folders of Hugging Face transformers and as ONNX files: their results are equal."""
 
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from detectron2.modeling import build_model
 from PIL import Image
 
-from cldetr.analysis.export_huggingface import export_folder
+from cldetr.analysis.export_huggingface import export_folder, export_onnx
 from cldetr.analysis.predict import Predictor
 from cldetr.cli import main
 from cldetr.data.mapper import Augmentation
@@ -154,3 +155,52 @@ def test_the_command_writes_a_folder(tmp_path, capsys):
     assert main([*words, "--format", "huggingface", "--size", "64", "64"]) == 2
     assert main([*words, "--format", "onnx"]) == 2
     assert "must end in .onnx" in capsys.readouterr().err
+
+
+# ONNX. The packages are optional, and the tests say so where they are missing.
+
+DYNAMIC = ["detr", "conditional_detr"]
+FIXED = ["deformable_detr", "rf_detr"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*DYNAMIC, *FIXED])
+def test_an_onnx_file_gives_what_the_detector_gives(name, tmp_path):
+    runtime = pytest.importorskip("onnxruntime", reason="pip install 'cldetr[onnx]'")
+    pytest.importorskip("onnxscript", reason="pip install 'cldetr[onnx]'")
+    save(name, tmp_path / "given")
+    predictor = Predictor.from_checkpoint(tmp_path / "given")
+    size = (64, 96) if name == "deformable_detr" else None
+    assert export_onnx(predictor, tmp_path / "model.onnx", size) < 1e-4
+    session = runtime.InferenceSession(tmp_path / "model.onnx")
+    about = json.loads(session.get_modelmeta().custom_metadata_map["cldetr"])
+    assert list(about["id2label"].values()) == ["circle", "square", "triangle"]
+    model = hf.AutoModelForObjectDetection.from_pretrained(tmp_path / "given").eval()
+    for shape in [(64, 96), (96, 128)] if name in DYNAMIC else [size or (64, 64)]:
+        pixels = torch.randn(1, 3, *shape)
+        logits, boxes = session.run(["logits", "pred_boxes"], {"pixel_values": pixels.numpy()})
+        with torch.no_grad():
+            expected = model(pixel_values=pixels)
+        np.testing.assert_allclose(logits, expected.logits, atol=1e-4)
+        np.testing.assert_allclose(boxes, expected.pred_boxes, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_what_onnx_cannot_do_is_refused(tmp_path):
+    pytest.importorskip("onnxruntime", reason="pip install 'cldetr[onnx]'")
+    pytest.importorskip("onnxscript", reason="pip install 'cldetr[onnx]'")
+    save("deformable_detr", tmp_path / "given")
+    predictor = Predictor.from_checkpoint(tmp_path / "given")
+    with pytest.raises(InputError, match="give it, --size HEIGHT WIDTH"):
+        export_onnx(predictor, tmp_path / "model.onnx")  # sizes are constants in its graph
+    save("d_fine", tmp_path / "d_fine")
+    with pytest.raises(InputError, match="d_fine cannot be exported to ONNX"):
+        export_onnx(Predictor.from_checkpoint(tmp_path / "d_fine"), tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_without_the_packages_onnx_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    save("detr", tmp_path / "given")
+    with pytest.raises(InputError, match=r"pip install 'cldetr\[onnx\]'"):
+        export_onnx(Predictor.from_checkpoint(tmp_path / "given"), tmp_path / "model.onnx")

@@ -73,7 +73,8 @@ class Predictor:
         self.detector = detector.eval()
         self.categories = tuple(categories)
         self.augmentation = augmentation
-        self.short_sides = None if augmentation.test_short_side else short_sides
+        own_size = augmentation.test_short_side or detector.resizes
+        self.short_sides = None if own_size else short_sides
         self._told = False
         if len(self.categories) != detector.num_classes:
             raise InputError(

@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--size is for pt2 and onnx: an image processor says it in a folder")
     predictor = Predictor.from_checkpoint(args.weights, config_file=args.config_file, device="cpu")
     if args.format == "pt2":
-        apart = export_detector(predictor, *args.size, args.out)
+        height, width = args.size
+        apart = export_detector(predictor, height, width, args.out)
     elif args.format == "onnx":
         apart = export_onnx(predictor, args.out, args.size and tuple(args.size))
     else:

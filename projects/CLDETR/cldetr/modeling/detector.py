@@ -48,6 +48,7 @@ class Detector(nn.Module):
     # What a weights file may lack: files of detectors that were not trained in phases do.
     optional_keys = ("visible_classes",)
     _folds = False  # whether the backbone's frozen norms are computed with its convolutions
+    resizes = False  # `preprocess` gives images the size that the model sees
     backbone_prefix = "backbone."  # how the names of the backbone's parameters begin
     # What a method may need; `Method.check` refuses one that needs what a detector does not have.
     fixed_queries = True  # query j means the same on every image

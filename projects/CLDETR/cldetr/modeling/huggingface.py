@@ -114,7 +114,7 @@ class HuggingFaceDetector(Detector):
         self.fixed_queries = self.fixed_queries and not self.two_stage
         self.native_loss = native_loss
         self.takes_class_mask, self.plain_labels_only = not native_loss, native_loss
-        self.resize = resize
+        self.resizes = resize
         self.freeze_batch_norm = freeze_batch_norm
         self.source, self.allow_pickle = source, allow_pickle
         self.num_queries = _num_queries(config)
@@ -201,7 +201,7 @@ class HuggingFaceDetector(Detector):
             image = entry["image"].to(self.device, non_blocking=True)
             found = self.processor(
                 images=image,
-                do_resize=self.resize and self.processor.do_resize,
+                do_resize=self.resizes and self.processor.do_resize,
                 input_data_format="channels_first",
                 return_tensors="pt",
             )
@@ -531,9 +531,9 @@ def _tied(model: Any) -> dict[str, str]:
 
     The decoder's heads are those of the model: where their values are equal, they are one as well.
     """
-    first: dict[nn.Parameter, str] = {}
+    first: dict[Any, str] = {}
     tied = {}
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters: dict[str, Any] = dict(model.named_parameters(remove_duplicate=False))
     for name, parameter in parameters.items():
         twin = parameters.get(name.removeprefix("model.decoder."), parameter)
         if twin is not parameter and twin.equal(parameter):
@@ -697,7 +697,7 @@ def use_our_operator(model: nn.Module) -> int:
                     continue
                 part.ms_deformable_attn_core = _sample_uneven
             elif getattr(part, "method", "") == "default":
-                part.forward = _rebound(part, multi_scale_deformable_attention_v2=_sample_uneven)
+                part.forward = rebound(part, multi_scale_deformable_attention_v2=_sample_uneven)
             else:
                 continue
             replaced += 1
@@ -759,7 +759,7 @@ def _sizes(shapes_list: Sequence[tuple[int, int]]) -> Tensor:
     return torch.tensor([[int(height), int(width)] for height, width in shapes_list])
 
 
-def _rebound(module: Any, **names: Any) -> Any:
+def rebound(module: Any, **names: Any) -> Any:
     """A module's forward method with other meanings of global names; the class stays as it is."""
     function = type(module).forward
     own = types.FunctionType(

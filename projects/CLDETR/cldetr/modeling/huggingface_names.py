@@ -156,7 +156,7 @@ def image_processor(detector: Detector, short_side: int, max_side: int) -> Any:
     """
     if isinstance(detector, HuggingFaceDetector):
         processor = detector.processor
-        if not detector.resize:
+        if not detector.resizes:
             processor = type(processor)(
                 **{**processor.to_dict(), "size": _size(short_side, max_side)}
             )
