@@ -2,10 +2,12 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from cldetr.analysis.predict import Predictor
 from cldetr.cli import main
@@ -120,6 +122,17 @@ ADD = [
 ]
 
 
+def write_stars(tiny_shapes, path):
+    """Writes the tiny data set with the category star alone; returns the folder of its images."""
+    annotations, images = tiny_shapes[1].strip("[]'").split(".json:")
+    content = json.loads(Path(f"{annotations}.json").read_text())
+    star = next(x["id"] for x in content["categories"] if x["name"] == "star")
+    content["categories"] = [x for x in content["categories"] if x["id"] == star]
+    content["annotations"] = [x for x in content["annotations"] if x["category_id"] == star]
+    path.write_text(json.dumps(content))
+    return images
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -130,15 +143,16 @@ ADD = [
 def test_a_category_is_added_to_those_of_a_folder(name, folder, tiny_shapes, tmp_path):
     known = ("N/A", "cat", "dog")  # as COCO's ids begin: the first row has no category
     given = folder(name, known)
-    train_data = tiny_shapes[1].strip("[]'")
-    annotations, images = train_data.split(".json:")
-    content = json.loads(Path(f"{annotations}.json").read_text())
-    star = next(x["id"] for x in content["categories"] if x["name"] == "star")
-    content["categories"] = [x for x in content["categories"] if x["id"] == star]
-    content["annotations"] = [x for x in content["annotations"] if x["category_id"] == star]
-    (tmp_path / "new.json").write_text(json.dumps(content))
+    images = write_stars(tiny_shapes, tmp_path / "new.json")
     words = ["add", "--detector", given, "--data", f"{tmp_path / 'new.json'}:{images}"]
-    words += ["--test", f"{tmp_path / 'new.json'}:{images}", "--out", str(tmp_path / "run"), *ADD]
+    words += [
+        "--test",
+        f"{tmp_path / 'new.json'}:{images}",
+        "--out",
+        str(tmp_path / "run"),
+        "--set",
+        *ADD,
+    ]
     assert main(words) == 0
     first = load_state(tmp_path / "run" / "phase1" / "train" / "model.pth")
     names = [category["name"] for category in first["cldetr"]["categories"]]
@@ -155,3 +169,24 @@ def test_a_category_is_added_to_those_of_a_folder(name, folder, tiny_shapes, tmp
         row, before = names.index(label), known.index(label)
         if not name.endswith("two_stage"):  # whose last head has a row for any object
             assert torch.equal(first["model"][f"model.{head}"][row], source[head][before])
+
+
+def test_the_documented_way_to_one_more_class(tiny_shapes, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    section = page.partition("## One more class")[2].partition("\n## ")[0]
+    before, after = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    add, export = re.findall(r"^    cldetr (.*)$", section, re.MULTILINE)
+    save("deformable_detr", tmp_path / "my_detector")
+    images = Path(write_stars(tiny_shapes, tmp_path / "new.json"))
+    (tmp_path / "images").symlink_to(images)
+    shutil.copy(tmp_path / "new.json", tmp_path / "test.json")
+    Image.open(next(images.glob("*"))).convert("RGB").save(tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    exec(before, {})
+    assert main([*add.split(), "--set", *ADD]) == 0
+    assert main(export.split()) == 0
+    config = json.loads(Path("my_new_folder/config.json").read_text())
+    assert sorted(config["id2label"].values()) == ["circle", "square", "star", "triangle"]
+    capsys.readouterr()
+    exec(after.replace('model="my_new_folder"', 'model="my_new_folder", threshold=0.0'), {})
+    assert "star" in capsys.readouterr().out
