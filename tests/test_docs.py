@@ -13,6 +13,7 @@ import re
 import runpy
 import shlex
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from detectron2.config import CfgNode
 from detectron2.modeling import META_ARCH_REGISTRY
 from PIL import Image
 
-from cldetr import cli
+from cldetr import cli, train
 from cldetr.config import check_keys, default_config, leaves, load_config, merge_overrides
 from cldetr.config_files import compose
 from cldetr.data.datasets import READERS
@@ -30,6 +31,7 @@ from cldetr.data.exemplars import STRATEGIES
 from cldetr.engine import IncrementalTrainer, default_argument_parser
 from cldetr.errors import InputError
 from cldetr.evaluation.average_precision import METRICS
+from cldetr.evaluation.results import load_results
 from cldetr.methods.distill import LOSSES
 from cldetr.methods.pseudo import SELECTIONS
 
@@ -468,3 +470,35 @@ def test_a_command_of_the_readme_runs(command, folder, capsys):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (line,) = re.findall(rf"\| `(cldetr {command}[^`]*)` \|", text)
     assert cli.main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
+
+
+# What makes the commands of the tutorial end in seconds.
+SHORTER = {
+    "cldetr shapes": "--images 60 --val 10 --size 64",
+    "python train_net.py": "SCHEDULE.FIRST.MAX_STEPS 2 REPORT False LOG_IMAGES 0",
+    "cldetr add": "--set SCHEDULE.TRAIN.MAX_STEPS 2 SCHEDULE.CALIBRATE.MAX_STEPS 2 REPORT False "
+    "LOG_IMAGES 0",
+}
+
+
+def test_the_tutorial_runs_as_printed(tmp_path, monkeypatch, capsys):
+    """All its commands one after the other, on fewer images and with fewer steps."""
+    text = (ROOT / "docs/add_a_class.md").read_text(encoding="utf-8")
+    lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        more = [words for start, words in SHORTER.items() if line.startswith(start)]
+        words = shlex.split(" ".join([line, *more]))
+        if words[0] == "cd":
+            monkeypatch.chdir(words[1])
+        elif words[0] == "cldetr":
+            assert cli.main(words[1:]) == 0, (line, capsys.readouterr().err)
+        elif words[:2] == ["python", "train_net.py"]:
+            assert train.run(words[2:]) == 0, (line, capsys.readouterr().err)
+        else:
+            assert words[0] in ("cp", "rm")
+            subprocess.run(words, check=True)
+    results = load_results("output/tutorial/arrow/results.json")
+    assert results["scenario"] == "8+1"
+    assert [*results["phases"][1]["per_category"]][-2:] == ["crescent", "arrow"]

@@ -7,16 +7,20 @@
 
 from .coco import dataloader, method, model, train
 
-__all__ = ["dataloader", "method", "model", "optimizer", "train"]
+__all__ = ["dataloader", "input", "method", "model", "optimizer", "schedule", "train"]
 
 model.transformer.checkpointing = True
-dataloader.train.total_batch_size = 8
+dataloader.train.total_batch_size = -1  # from the data, as all that is -1
+input = dict(min_size_train=[-1], min_size_test=-1)
+schedule = dict(
+    first=dict(min_steps=5000), train=dict(min_steps=2000), calibrate=dict(min_steps=200)
+)
 method.name = "cldetr+completion"
 method.calibrate = dict(complete=dict())  # beyond the paper; see docs/experiments.md
 optimizer = dict(lr=1e-4)
 train.update(
     output_dir="output/custom",
-    accumulate=4,
+    accumulate=-1,
     amp=dict(enabled=True, dtype="bfloat16"),
     checkpointer=dict(period=500),
 )

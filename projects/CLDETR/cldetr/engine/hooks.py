@@ -28,6 +28,8 @@ from cldetr.errors import InputError
 
 logger = logging.getLogger(__name__)
 
+_RECENT = 5  # logged losses whose median counts
+_DIVERGED = 8.0  # times the lowest median of the stage
 _SIDE = 320  # short side of each panel: a picture takes some 100 KB
 
 
@@ -97,6 +99,42 @@ class AverageHook(HookBase):
     def _weights(self) -> dict[str, Tensor]:
         state = self.trainer.detector.state_dict()
         return {name: x for name, x in state.items() if x.is_floating_point()}
+
+
+class DivergenceHook(HookBase):
+    """Stops a stage whose loss grows far above the lowest that it was: it diverges.
+
+    It looks at the logged losses, the median of the last few of them.
+    """
+
+    def __init__(self) -> None:
+        self.recent: list[float] = []
+        self.best = float("inf")
+
+    def after_step(self) -> None:
+        """Compares the newest losses, on the rank that logs them."""
+        loss, iteration = self.trainer.storage.latest().get("total_loss", (0.0, -1))
+        if iteration != self.trainer.iter:
+            return
+        self.recent = [*self.recent, float(loss)][-_RECENT:]
+        median = sorted(self.recent)[len(self.recent) // 2]
+        if len(self.recent) == _RECENT and median > _DIVERGED * self.best:
+            trainer = self.trainer
+            raise InputError(
+                f"stopped in phase {trainer.phase} {trainer.stage}, step {trainer.step}: the loss "
+                f"diverges, it is {median:.3g} after {self.best:.3g}. The learning rate is too "
+                f"high: lower SOLVER.BASE_LR ({trainer.cfg.SOLVER.BASE_LR:g} in this stage) and "
+                "start in a new OUTPUT_DIR"
+            )
+        self.best = min(self.best, median)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed stage goes on with."""
+        return {"recent": self.recent, "best": self.best}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        self.recent, self.best = list(state["recent"]), float(state["best"])
 
 
 def training_state(trainer: Any, meta: dict[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,13 @@ from cldetr.engine.checkpoint import (
 )
 from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.evaluate import evaluate, run_evaluator, write_summary
-from cldetr.engine.hooks import AverageHook, CheckpointHook, SnapshotHook, finite_weights
+from cldetr.engine.hooks import (
+    AverageHook,
+    CheckpointHook,
+    DivergenceHook,
+    SnapshotHook,
+    finite_weights,
+)
 from cldetr.engine.initial_weights import (
     digest_of,
     initialise,
@@ -474,7 +480,7 @@ class IncrementalTrainer(TrainerBase):
         self.model, self.scaler = self._trainer.model, self._trainer.scaler
         period = self.cfg.SOLVER.CHECKPOINT_PERIOD
         self._hooks: list[HookBase] = []
-        self.register_hooks(self.build_hooks())
+        self.register_hooks([*self.build_hooks(), DivergenceHook()])
         if self.method.average is not None and stage.phase > 1:
             self.register_hooks([AverageHook(self.method.average.decay)])
         self.register_hooks([CheckpointHook(folder / "checkpoints", period, self._stop, meta)])
