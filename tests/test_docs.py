@@ -487,7 +487,7 @@ def test_the_tutorial_runs_as_printed(tmp_path, monkeypatch, capsys):
     lines = "\n".join(blocks(text, "bash")).replace("\\\n", " ").splitlines()
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     monkeypatch.chdir(tmp_path)
-    for line in lines:
+    for line in filter(str.strip, lines):
         more = [words for start, words in SHORTER.items() if line.startswith(start)]
         words = shlex.split(" ".join([line, *more]))
         if words[0] == "cd":
