@@ -104,7 +104,13 @@ def export_onnx(
         about = {"id2label": model.config.id2label, "processor": processor.to_dict()}
         program.model.metadata_props["cldetr"] = json.dumps(about, default=str)
         program.save(str(partial))
-        session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
+        try:
+            session = onnxruntime.InferenceSession(str(partial), providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime has no class for its errors
+            raise InputError(
+                f"onnxruntime does not load the ONNX file of this {model.config.model_type} "
+                f"({_reason(error)}): use --format huggingface"
+            ) from error
 
         def run(pixels: Tensor) -> tuple[Tensor, ...]:
             try:
