@@ -87,7 +87,7 @@ def export_onnx(
     try:
         with torch.no_grad():
             program: Any = torch.onnx.export(
-                _Raw(model),
+                _Raw(model).eval(),
                 (images,),
                 dynamo=True,
                 dynamic_shapes=shapes,
