@@ -105,7 +105,11 @@ def test_a_missing_file_is_told(tmp_path):
 
 
 def test_a_wrong_value_inside_a_list_is_located(config):
-    with pytest.raises(InputError, match=r"SCENARIO\.PHASES\[0\]: expected a list, got a text"):
+    with pytest.raises(
+        InputError, match=r"SCENARIO\.PHASES\[0\]\[1\]: expected a text, got a list"
+    ):
+        check_keys(load_config(config, ["SCENARIO.PHASES", "[[cat, [dog]]]"]))
+    with pytest.raises(InputError, match="give a list of categories for each phase"):
         check_keys(load_config(config, ["SCENARIO.PHASES", "[cat, dog]"]))
 
 

@@ -197,7 +197,7 @@ class RuleStats:
         given, right, hidden = np.zeros((3, self.num_classes), dtype=np.int64)
         limits = self._limits(name, rule) if rule.needs_thresholds else None
         for pred, truth, objects in self._images:
-            usable = torch.ones_like(pred.scores[:, 0], dtype=torch.bool)  # others score zero
+            usable = pred.scores.new_ones((1, self.num_classes), dtype=torch.bool)  # others: 0
             (labels,) = make_pseudo_labels(
                 pred.scores, pred.boxes, pred.background, usable, rule, thresholds=limits
             )
