@@ -24,7 +24,7 @@ from transformers import (
     RTDetrConfig,
 )
 
-from cldetr.modeling.huggingface import use_our_operator
+from cldetr.modeling.huggingface_operator import use_our_operator
 
 
 def build(name: str) -> Any:

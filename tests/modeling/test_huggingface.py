@@ -19,7 +19,9 @@ from cldetr.methods.learner import Learner, freeze
 from cldetr.methods.matching import MatcherRule
 from cldetr.methods.method import CLDETR, CalibrationRule, Method
 from cldetr.methods.pseudo import PseudoRule
-from cldetr.modeling.huggingface import HuggingFaceDetector, describe_source, use_our_operator
+from cldetr.modeling.huggingface import HuggingFaceDetector
+from cldetr.modeling.huggingface_files import describe_source
+from cldetr.modeling.huggingface_operator import use_our_operator
 from cldetr.modeling.structures import DetrOutput, Target
 
 from .tiny_huggingface import CONFIGS, LABELS, hf, make_model, make_processor, save

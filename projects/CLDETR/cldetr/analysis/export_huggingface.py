@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from cldetr.analysis.predict import Predictor
 from cldetr.errors import InputError
 from cldetr.files import atomic_path
-from cldetr.modeling.huggingface import library, rebound
+from cldetr.modeling.huggingface_files import library
 from cldetr.modeling.huggingface_names import image_processor, to_hugging_face
+from cldetr.modeling.huggingface_operator import rebound
 from cldetr.modeling.structures import ImageBatch
 
 _EQUAL = 1e-3  # of a logit or a relative coordinate: more is no rounding

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from cldetr.errors import InputError
 from cldetr.files import atomic_path, sha256_file
-from cldetr.modeling.huggingface import folder_of, folder_state
+from cldetr.modeling.huggingface_files import folder_of, folder_state
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from cldetr.engine.checkpoint import load_into, load_state
 from cldetr.errors import InputError
 from cldetr.files import sha256_file, sha256_json
 from cldetr.modeling.detector import Detector
-from cldetr.modeling.huggingface import describe_source, folder_of, weight_files
+from cldetr.modeling.huggingface_files import describe_source, folder_of, weight_files
 from cldetr.scenario import Category, Scenario
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from cldetr.files import sha256_json
 from cldetr.methods.learner import Learner
 from cldetr.methods.method import Method
 from cldetr.modeling.detector import Detector
-from cldetr.modeling.huggingface import folder_of
+from cldetr.modeling.huggingface_files import folder_of
 from cldetr.scenario import Scenario
 
 _TEST_SIDE = 256  # a CPU is timed on images of this size

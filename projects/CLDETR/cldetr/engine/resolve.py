@@ -20,7 +20,7 @@ from cldetr.engine.initial_weights import describe_architecture
 from cldetr.engine.restore import config_of_weights, final_weights, usable_device
 from cldetr.engine.rundata import RunData
 from cldetr.errors import InputError
-from cldetr.modeling.huggingface import folder_of
+from cldetr.modeling.huggingface_files import folder_of
 from cldetr.settings import leaves
 
 logger = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from cldetr.errors import InputError
 from cldetr.modeling.deformable_detr import DeformableDETR
 from cldetr.modeling.detector import Detector
 from cldetr.modeling.detr import DETR
-from cldetr.modeling.huggingface import (
-    HuggingFaceDetector,
+from cldetr.modeling.huggingface import HuggingFaceDetector
+from cldetr.modeling.huggingface_files import (
     build_from_config,
     library,
     plain_settings,
