@@ -39,3 +39,12 @@ def tiny_run(tmp_path_factory):
     config = Path(__file__).parent / "engine" / "tiny.yaml"
     IncrementalTrainer(load_config(str(config), overrides)).train()
     return folder / "run"
+
+
+@pytest.fixture(autouse=True)
+def _restore_float32_precision():
+    """A run on a (fake) GPU sets PyTorch's precision for the whole process."""
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]

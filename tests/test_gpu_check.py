@@ -156,6 +156,7 @@ def test_kernels_of_another_architecture_name_the_build(monkeypatch):
     assert found.fix == "TORCH_CUDA_ARCH_LIST='8.6;8.9' cldetr build --cuda on --force"
 
 
+@pytest.mark.slow
 def test_two_processes_agree_and_a_broken_one_is_told(monkeypatch):
     found = check_processes("gloo", count=2)
     assert (found.status, found.text) == ("ok", "a step gives both the same gradients")

@@ -136,15 +136,10 @@ def test_a_tuple_may_be_written_as_detectron2_writes_it(config):
     ],
 )
 def test_float32_precision_is_that_of_products_and_convolutions(precision, device, found):
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    assert before == ("highest", True)  # PyTorch's own
-    try:
-        set_float32_precision(precision, device)
-        now = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
-    assert now == found
+    torch.set_float32_matmul_precision("highest")  # PyTorch's own; a fixture restores what was
+    torch.backends.cudnn.allow_tf32 = True
+    set_float32_precision(precision, device)
+    assert (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32) == found
 
 
 def test_an_unknown_float32_precision_is_refused():

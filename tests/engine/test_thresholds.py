@@ -63,6 +63,7 @@ def test_classes_without_scores_are_named_with_their_threshold(
     assert f"fewer than 10 scores of at least 0.4 for {names}" in caplog.text
 
 
+@pytest.mark.slow
 def test_two_processes_find_what_one_finds_live_and_cached(
     cached, tiny_config, tiny_shapes, tmp_path
 ):
