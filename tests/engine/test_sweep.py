@@ -271,6 +271,7 @@ def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(tmp_path, tin
     assert (tiny / "results.json").stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_jobs_of_a_cluster_run_and_fail_by_name(tmp_path, tiny_shapes):
     pytest.importorskip("submitit")
     parameters = {"timeout_min": 5}

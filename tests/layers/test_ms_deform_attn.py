@@ -351,10 +351,12 @@ def _rerun(variable, setting, tests):
 NUMERICS = "finite_differences or any_sizes or empty"
 
 
+@pytest.mark.slow
 def test_the_op_is_whole_without_the_compiled_library():
     _rerun(SWITCH, "0", f"{NUMERICS} or opcheck or compiles or autocast")
 
 
+@pytest.mark.slow
 def test_kernels_for_processors_without_avx2_are_right():
     if not load_libraries()["cpu"].loaded:
         pytest.skip(f"the CPU library: {load_libraries()['cpu'].reason}")
