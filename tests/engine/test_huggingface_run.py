@@ -73,7 +73,7 @@ class CrashError(Exception):
 RUNS = [(name, "ours") for name in CONFIGS] + [
     (name, "native") for name in ("rt_detr", "d_fine", "deimv2", "rf_detr")
 ]
-FAST = {("deformable_detr", "ours"), ("rt_detr", "native"), ("rf_detr", "ours")}
+FAST = {("deformable_detr", "ours"), ("rt_detr", "native")}
 
 
 @pytest.mark.parametrize(
@@ -135,10 +135,7 @@ def write_stars(tiny_shapes, path):
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(x, marks=() if x in ("deformable_detr", "rt_detr") else pytest.mark.slow)
-        for x in CONFIGS
-    ],
+    [pytest.param(x, marks=() if x == "deformable_detr" else pytest.mark.slow) for x in CONFIGS],
 )
 def test_a_category_is_added_to_those_of_a_folder(name, folder, tiny_shapes, tmp_path):
     known = ("N/A", "cat", "dog")  # as COCO's ids begin: the first row has no category

@@ -201,7 +201,8 @@ def test_processes_without_an_image_of_their_own(tmp_path):
     assert "choose SOLVER.IMS_PER_BATCH as a multiple of 3" in children[0].said()
 
 
-@pytest.mark.parametrize("by_torchrun", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("by_torchrun", [True, False])
 def test_two_machines_that_see_files_late(by_torchrun, tiny_shapes, tmp_path):
     port, machines = free_port(), []
     for machine, view in enumerate(("own", "late")):
