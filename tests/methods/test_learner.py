@@ -243,20 +243,6 @@ def test_a_distillation_loss_cannot_do_with_recorded_predictions(loss):
         Method(pseudo=PseudoRule(cache=True), distill=DistillRule(loss))
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "weight"), [(6, 1, 3.0), (4, 2, 1.0), (3, 2, 1.0), (5, 0, 1.0)]
-)
-def test_new_labels_weigh_more_where_old_ones_are_more_than_the_balance(detector, old, new, weight):
-    rule = PseudoRule(balance=2.0)
-    learner = Learner(detector, seen=range(CLASSES), teacher_classes=range(3), rule=rule)
-    labels = torch.tensor([0, 1, 2, 0, 1, 2][:old] + [3, 4][:new])
-    boxes = torch.rand(len(labels), 4)
-    parts = [Target(labels[::2], boxes[::2]), Target(labels[1::2], boxes[1::2])]
-    for part in learner._balance(parts):
-        expected = torch.where(part.labels >= 3, weight, 1.0)
-        torch.testing.assert_close(part.weights, expected)
-
-
 def test_a_loss_on_prototypes_needs_a_detector_that_classifies_states(detector, monkeypatch):
     monkeypatch.delattr(DeformableDETR, "classify")
     with pytest.raises(InputError, match="define `classify` in DeformableDETR"):

@@ -144,6 +144,15 @@ def test_merge_gives_ground_truth_one_hot_rows_beside_soft_ones():
     assert merged.probs.tolist() == [[0, 0, 1], [pytest.approx(0.8), pytest.approx(0.1), 0]]
 
 
+def test_a_weighted_pseudo_label_counts_by_its_score_and_ground_truth_by_one():
+    rule = PseudoRule(weighted=True)
+    _, pseudo = label([[0.9, 0.2], [0.1, 0.4], [0.2, 0.1]], rule)
+    truth = target([1], [[0.1, 0.1, 0.01, 0.01]])
+    merged, _ = merge(truth, pseudo, limit=10)
+    assert merged.weights.tolist() == pytest.approx([1.0, 0.9, 0.4])
+    assert label([[0.9, 0.2]], PseudoRule())[1].weights is None
+
+
 def test_merge_batch_counts():
     truth = target([2], [[0.5, 0.5, 0.2, 0.2]])
     pseudo = target([0, 1], [[0.5, 0.5, 0.2, 0.2], [0.1, 0.1, 0.1, 0.1]])

@@ -274,8 +274,8 @@ def test_a_weight_multiplies_the_losses_of_the_query_that_its_label_is_matched_t
     plain = criterion(kind)(output, [Target(labels, wanted)])
     single = criterion(kind)(output, [Target(labels[:1], wanted[:1])])
     found = criterion(kind)(output, [Target(labels, wanted, weights=weights)])
-    for name in ("loss_bbox", "loss_giou"):  # twice the first box's loss more, of two boxes
-        torch.testing.assert_close(found[name], plain[name] + 2 * single[name] / 2)
+    for name in ("loss_bbox", "loss_giou"):  # of weights of 4: both boxes, and the first twice more
+        torch.testing.assert_close(found[name], (2 * plain[name] + 2 * single[name]) / 4)
     # The classes by hand: the rows of the three queries, the first three times.
     rows = torch.zeros(3, width)
     rows[0, 0] = rows[1, 1] = 1.0
@@ -284,7 +284,7 @@ def test_a_weight_multiplies_the_losses_of_the_query_that_its_label_is_matched_t
         loss = -torch.where(
             rows > 0, 0.25 * (1 - p) ** 2 * p.log(), 0.75 * p**2 * (1 - p).log()
         ).sum(1)
-        expected = (3 * loss[0] + loss[1] + loss[2]) / 2
+        expected = (3 * loss[0] + loss[1] + loss[2]) / 4
     else:
         loss = -logits[0, 0].log_softmax(1)
         expected = (3 * loss[0, 0] + loss[1, 1] + 0.1 * loss[2, 2]) / (3 + 1 + 0.1)

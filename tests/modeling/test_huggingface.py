@@ -421,9 +421,9 @@ def test_native_losses_take_hard_labels_of_all_classes(folder, batch_of):
     with pytest.raises(InputError, match=r"CALIBRATE.COMPLETE.SOFT to False"):
         Method(memory=CLDETR.memory, calibrate=soft, unseen="negative").check(detector)
     weighed = Method(
-        pseudo=PseudoRule(soft=False, balance=1.0), matcher=MatcherRule(), unseen="negative"
+        pseudo=PseudoRule(soft=False, weighted=True), matcher=MatcherRule(), unseen="negative"
     )
-    with pytest.raises(InputError, match=r"BALANCE to 0.*\n.*MATCHER.ENABLED to False"):
+    with pytest.raises(InputError, match=r"WEIGHTED to False.*\n.*MATCHER.ENABLED to False"):
         weighed.check(detector)
     Method(pseudo=PseudoRule(soft=False), unseen="negative").check(detector)
     images, targets = batch_of(detector)

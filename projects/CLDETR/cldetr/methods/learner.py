@@ -251,17 +251,7 @@ class Learner(nn.Module):
         merged, counts = merge_batch(truths, pseudo, self.rule, limit=self.detector.num_queries)
         self.pseudo_counts += self._count(merged) - self._count(truths)
         self._log(counts, truths)
-        return self._balance(merged) if self.rule.balance else merged
-
-    def _balance(self, targets: list[Target]) -> list[Target]:
-        """Weights the labels of new classes, where those of old classes would drown them."""
-        assert self.rule is not None
-        together = Target.cat(targets)
-        new = ~self._teacher_classes[together.labels]
-        number = new.sum()
-        excess = (len(together) - number) / (self.rule.balance * number.clamp(min=1))
-        together.weights = torch.where(new, excess.clamp(min=1.0), 1.0)
-        return together.split([len(target) for target in targets])
+        return merged
 
     def _stored_pseudo_labels(
         self, batched_inputs: list[dict[str, Any]], usable: Tensor

@@ -136,10 +136,10 @@ class Method:
                     f"{key}.SOFT labels with distributions over the classes, but the model's own "
                     f"loss takes one class per box: set {key}.SOFT to False, {ours}"
                 )
-            if rule is not None and rule.balance and detector.plain_labels_only:
+            if rule is not None and rule.weighted and detector.plain_labels_only:
                 problems.append(
-                    f"{key}.BALANCE weighs labels, but the model's own loss takes no weights: set "
-                    f"{key}.BALANCE to 0, {ours}"
+                    f"{key}.WEIGHTED weights labels, but the model's own loss takes no weights: "
+                    f"set {key}.WEIGHTED to False, {ours}"
                 )
         if self.matcher is not None and detector.plain_labels_only:
             problems.append(

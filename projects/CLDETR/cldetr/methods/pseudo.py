@@ -45,8 +45,9 @@ class PseudoRule:
         any_class: label with any class of the head, also with one that the old model has not
             learnt, as the released code does; else with old classes only.
         soft: label with the teacher's class distribution; else with its best class.
-        balance: the weight of labels of new classes grows until those of old classes, which are
-            mostly pseudo-labels, outweigh them by at most this factor. 0: all labels weigh 1.
+        weighted: a pseudo-label counts by its score, in the losses of its class and its box and in
+            their normaliser, so that doubtful ones do not drown the labels of new classes. Else it
+            counts as much as a true label, as in the paper.
         calibrated: the best class counts as much as its score s is worth, σ(10·(s − 0.5)), as in
             PseDet: a doubtful label pulls less. Not together with `soft`.
         cache: ask the teacher once per image, before the stage and at test size, and carry its
@@ -66,7 +67,7 @@ class PseudoRule:
     skip_annotated: bool = False
     any_class: bool = False
     soft: bool = True
-    balance: float = 0.0
+    weighted: bool = False
     calibrated: bool = False
     cache: bool = False
 
@@ -77,8 +78,6 @@ class PseudoRule:
             )
         if self.k < 1:
             raise InputError(f"K, the number of pseudo-labels, must be at least 1, not {self.k}")
-        if self.balance < 0:
-            raise InputError(f"the balance of old and new labels is at least 0, not {self.balance}")
         for name in ("score", "score_start", "score_floor", "foreground", "nms_iou", "iou"):
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
@@ -223,7 +222,8 @@ def make_pseudo_labels(
     elif rule.calibrated:
         width = scores.shape[2] + (background is not None)
         probs = _calibrated(ranking.scores[images, ranks], classes, width, background is not None)
-    found = Target(classes, boxes[images, queries], probs)
+    weights = ranking.scores[images, ranks].float() if rule.weighted else None
+    found = Target(classes, boxes[images, queries], probs, weights=weights)
     return found.split(counts.tolist())
 
 
@@ -316,8 +316,11 @@ def _merge_in_batch(
     if probs is not None:
         rows = probs.new_zeros(len(certain), probs.shape[1])
         probs = rows.scatter_(1, certain.labels[:, None], 1.0)
+    weights = pseudos[0].weights
+    if weights is not None:
+        weights = weights.new_ones(len(certain))
     flags = torch.zeros_like(certain.labels, dtype=torch.bool)
-    certain = dataclasses.replace(certain, probs=probs, pseudo=flags)
+    certain = dataclasses.replace(certain, probs=probs, pseudo=flags, weights=weights)
     merged, dropped = [], []
     parts = certain.split([len(truth) for truth in truths])
     for truth, pseudo in zip(parts, pseudos, strict=True):

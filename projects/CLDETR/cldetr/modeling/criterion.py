@@ -94,10 +94,16 @@ class SetCriterion(nn.Module):
             self._num_boxes = None
 
     def normaliser(self, targets: Sequence[Target], device: torch.device) -> Tensor:
-        """The mean number of boxes per process, at least 1; a collective call if none is given."""
+        """The mean number of boxes per process, at least 1; a collective call if none is given.
+
+        Labels with weights count by them.
+        """
         if self._num_boxes is not None:
             return self._num_boxes
         total = torch.full((), float(sum(map(len, targets))), device=device)
+        weights = [target.weights for target in targets if target.weights is not None]
+        if weights:
+            total = torch.cat(weights).sum()
         if comm.get_world_size() > 1:
             torch.distributed.all_reduce(total)
         return (total / comm.get_world_size()).clamp(min=1)
