@@ -3,7 +3,15 @@
 import pytest
 import torch
 
-from cldetr.config import check_keys, default_config, identity, load_config, method_of, schedule_of
+from cldetr.config import (
+    check_keys,
+    config_from_text,
+    default_config,
+    identity,
+    load_config,
+    method_of,
+    schedule_of,
+)
 from cldetr.engine.launch import set_float32_precision
 from cldetr.errors import InputError
 from cldetr.settings import Schedule, StageSchedule
@@ -147,3 +155,10 @@ def test_an_unknown_float32_precision_is_refused():
     cfg.FLOAT32_PRECISION = "tf32"
     with pytest.raises(InputError, match="FLOAT32_PRECISION takes highest, high, medium"):
         check_keys(cfg)
+
+
+def test_the_config_of_a_weights_file_may_have_keys_of_a_method_that_are_gone():
+    cfg = config_from_text("METHOD: {PSEUDO: {GONE: 1, K: 7}}\nINPUT: {FORMAT: RGB}\n", "a.pth")
+    assert (cfg.METHOD.PSEUDO.K, cfg.INPUT.FORMAT) == (7, "RGB")
+    with pytest.raises(InputError, match=r"in a.pth:\n.*unknown key MODEL\.GONE"):
+        config_from_text("MODEL: {GONE: 1}\n", "a.pth")

@@ -107,7 +107,7 @@ def test_every_row_has_a_run_that_computes_it():
 
 
 def test_our_ablation_compares_every_row_with_the_first():
-    found = {"shapes": {0: results(40.0)}, "ablation_lwf": {0: results(38.0)}}
+    found = {"ablation": {0: results(40.0)}, "ablation_lwf": {0: results(38.0)}}
     rows = {row.label: row for row in table_rows(paper_tables()["ablation"], found)}
     assert rows["LwF"].change == (-2.0, None)
     assert rows["CL-DETR"].change is None

@@ -355,7 +355,11 @@ def merge_overrides(cfg: CN, overrides: Sequence[str]) -> None:
 
 
 def config_from_text(text: str, origin: str) -> CN:
-    """Reads a config that `cfg.dump()` wrote; nothing in it is executed."""
+    """Reads the config in a weights file, which `cfg.dump()` wrote; nothing in it is executed.
+
+    The file may be of another version. What it says of the model and its input must be known here;
+    other keys that are not, such as those of a method, are skipped.
+    """
     cfg = default_config()
     try:
         content = yaml.safe_load(text)
@@ -363,7 +367,9 @@ def config_from_text(text: str, origin: str) -> CN:
         raise InputError(f"the config of {origin} is damaged: {error}") from error
     if not isinstance(content, Mapping):
         raise InputError(f"the config of {origin} is damaged: it holds no keys")
-    merge_keys(cfg, dict(leaves(content)), origin)
+    needed = ("MODEL.", "INPUT.", "LAZY.")
+    kept = {k: v for k, v in leaves(content) if k in _defaults() or k.startswith(needed)}
+    merge_keys(cfg, kept, origin)
     return cfg
 
 
