@@ -4,7 +4,7 @@ ENVIRONMENT := $(shell sh tools/environment.sh)
 BIN := $(ENVIRONMENT)/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test test-slow faults faults-long lint format demo ablation bench doctor clean
+.PHONY: help setup test test-slow faults faults-long lint format demo ablation real bench doctor clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -40,6 +40,19 @@ ablation: setup ## the paper's ablation on the embedded data set, three orders: 
 	$(BIN)/cldetr shapes --out datasets/shapes
 	$(BIN)/cldetr sweep --table ablation --seeds 0 1 2 --share-first \
 		--out output/ablation --set SCENARIO.ORDER seed LOG_PERIOD 100
+
+# Three orders of each; WEIGHTS is a file of MobileNetV2's ImageNet weights where torchvision's
+# cannot be downloaded (tools/mobilenet_v2_weights.py).
+REAL = $(BIN)/cldetr sweep --table photographs --seeds 0 1 2 --share-first --set LOG_PERIOD 50 REPORT False \
+	$(if $(WEIGHTS),MODEL.WEIGHTS $(abspath $(WEIGHTS)))
+CARDS = DATASETS.TRAIN "['voc:$(DATA)/cards_320/trainval']" DATASETS.TEST "['voc:$(DATA)/cards_320/test']"
+AQUARIUM = DATASETS.TRAIN "['yolo:$(DATA)/aquarium_320/data.yaml/train']" \
+	DATASETS.TEST "['yolo:$(DATA)/aquarium_320/data.yaml/val']"
+real: setup ## experiments on photographs, DATA=FOLDER with cards_320 and aquarium_320: hours, resumable
+	@test -d "$(DATA)" || { echo "give the folder of cards_320 and aquarium_320: make real DATA=DIR" >&2; exit 2; }
+	$(REAL) SCENARIO.NAME 3+3 $(CARDS) --out output/real/cards
+	$(REAL) SCENARIO.NAME 4+3 $(AQUARIUM) --out output/real/aquarium
+	$(REAL) SCENARIO.NAME 3+2x2 $(AQUARIUM) --out output/real/aquarium_3_phases
 
 bench: setup ## the benchmarks, as the table of docs/performance.md: half an hour on a free core
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/table.py
