@@ -281,8 +281,21 @@ def test_detectron2s_built_in_pascal_voc_is_read(voc):
     assert data.labels.tolist() == [*range(20), *range(20)]
     assert data.boxes[0].tolist() == [10, 5, 30, 75]
     assert data.image_path(0) == voc / "JPEGImages" / "000005.jpg"
-    with pytest.raises(InputError, match=r"FileNotFoundError.*DETECTRON2_DATASETS"):
+    with pytest.raises(InputError, match=r"voc_2012_trainval.*DETECTRON2_DATASETS.*trainval.txt"):
         read_dataset("voc_2012_trainval")
+
+
+def test_detectron2s_pascal_voc_keeps_difficult_objects_apart(voc):
+    """Its own loader trains on them and drops the flag; VOC's metrics need it."""
+    file = voc / "Annotations" / "000006.xml"
+    text = file.read_text().replace("<bndbox>", "<difficult>1</difficult><bndbox>")
+    file.write_text(text)
+    assert np.flatnonzero(read_dataset("voc_2007_trainval").crowd).tolist() == [1]
+    test = read_dataset("voc_2007_test")  # shows four categories, has twenty
+    assert [category.name for category in test.categories] == list(CLASS_NAMES)
+    file.write_text(text.replace("bicycle", "tricycle"))
+    with pytest.raises(InputError, match=r"category names are not among .*'tricycle'"):
+        read_dataset("voc_2007_test")
 
 
 def test_a_run_trains_and_tests_on_pascal_voc(voc, tmp_path):

@@ -12,6 +12,7 @@ released code draws from, so its orders are those of seed 123 here.
 from __future__ import annotations
 
 import difflib
+import itertools
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -431,7 +432,7 @@ def _draw_phases(data: Annotations, groups: Sequence[Sequence[int]]) -> list[np.
     labels, starts = data.labels.tolist(), data.starts.tolist()
     shown = [
         {phase_of.get(label) for label in labels[first:last]}
-        for first, last in zip(starts, starts[1:], strict=False)
+        for first, last in itertools.pairwise(starts)
     ]
     report = getattr(data, "report", None)
     if report is not None and report.dropped:
