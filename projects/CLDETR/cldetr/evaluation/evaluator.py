@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -93,11 +94,11 @@ class IncrementalEvaluator(DatasetEvaluator):
             restrict_images: see the constructor.
             voc_metrics: see the constructor.
         """
-        options = {"restrict_images": restrict_images, "voc_metrics": voc_metrics}
+        build = functools.partial(cls, restrict_images=restrict_images, voc_metrics=voc_metrics)
         metadata, data = MetadataCatalog.get(name), DatasetCatalog.get(name)
         if isinstance(data, View):
             truth = GroundTruth.from_view(data)
-            return cls(truth, metadata.scenario, metadata.phase, **options)
+            return build(truth, metadata.scenario, metadata.phase)
         whole = read_dataset(name, trim=False)
         scenario = make_separate_scenario([whole])
         labels = label_table(whole, scenario.categories, scenario.seen(1))
@@ -105,7 +106,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         ids = [entry["image_id"] for entry in data]  # may be texts, as Pascal VOC's are
         if not whole.json_file.is_file():  # Detectron2 sorts a file's images; the truth is sorted
             ids = [ids[index] for index in np.argsort(whole.image_ids, kind="stable")]
-        return cls(truth, scenario, 1, **options, image_ids=ids)
+        return build(truth, scenario, 1, image_ids=ids)
 
     def reset(self) -> None:
         """Forgets all predictions."""
