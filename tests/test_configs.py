@@ -21,11 +21,18 @@ from cldetr.config_files import (
     parts_of,
 )
 from cldetr.errors import InputError
+from cldetr.published import published_orders, published_scenarios
 from cldetr.report.sweep_table import paper_tables
 
 LAZY = sorted(path.stem for path in (CONFIGS / "lazy").glob("*.py"))
 TWINS = [name for name in LAZY if (CONFIGS / f"{name}.yaml").exists()]
 ROOT = Path(__file__).parents[1]
+# Runs that are in no table of the paper: published scenarios and class orders.
+PUBLISHED = [
+    name
+    for name in named_runs()
+    if "/" in compose([name]).SCENARIO.NAME or name.endswith(("_erd_split", "_psedet_order"))
+]
 
 
 @pytest.mark.parametrize("name", [*config_files(), *named_runs()])
@@ -59,11 +66,12 @@ def test_runs_are_well_formed():
 
 
 def test_every_run_says_its_detector_and_data_and_is_in_a_table():
+    """Runs of published scenarios are in no table: nothing of the paper is beside them."""
     shown = {row.run for table in paper_tables().values() for row in table.rows}
     for name in named_runs():
         assert part_from("detector", name), name
         assert part_from("data", name), name
-        assert name in shown or name == "40_40_joint", f"{name} is in no table"
+        assert name in shown or name in (*PUBLISHED, "40_40_joint"), f"{name} is in no table"
     assert len({str(identity(compose([name]))) for name in named_runs()}) == len(named_runs())
 
 
@@ -123,6 +131,17 @@ def test_several_phases_are_there_in_both_readings():
         assert (erd.PROTOCOL, erd.ORDER) == ("traditional", "id")
         assert (strict.PROTOCOL, strict.ORDER) == ("strict", "seed")
         assert erd.NAME == strict.NAME == name.replace("_", "+")
+
+
+def test_every_published_scenario_has_a_config():
+    runs = ["voc_19_1", *PUBLISHED]
+    named = {compose([name]).SCENARIO.NAME for name in runs}
+    assert {name for name in named if "/" in name} == published_scenarios().keys()
+    orders = {compose([name]).SCENARIO.ORDER for name in runs}
+    assert orders >= {"id", *published_orders()}
+    for name in runs:
+        cfg = compose([name])
+        assert cfg.SCENARIO.NAME.startswith("voc/") == cfg.TEST.VOC_METRICS
 
 
 @pytest.mark.parametrize("name", TWINS)

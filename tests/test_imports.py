@@ -17,8 +17,9 @@ MAX_LINES = 80  # of a function
 MAY_IMPORT = {
     "errors": (),
     "files": ("errors",),
-    "settings": ("errors",),
-    "grouping": ("errors",),
+    "published": ("errors",),
+    "settings": ("published",),
+    "grouping": ("published",),
     "scenario": ("grouping", "files"),
     "data": ("scenario", "settings"),
     "layers": ("files",),

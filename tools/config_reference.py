@@ -45,7 +45,8 @@ There are three ways to say which classes and images each phase gets:
 
 1. **By number.** `SCENARIO.NAME 70+10` divides the classes of the one data set in
    `DATASETS.TRAIN`, in the order that `SCENARIO.ORDER` gives. `40+20x2` is 40 classes, then two
-   phases of 20.
+   phases of 20. A published scenario, such as `SCENARIO.NAME voc/19+1`, has its own classes in each
+   phase and its own protocol ([scenarios.md](scenarios.md)).
 2. **By name.** `SCENARIO.PHASES` lists the categories of each phase as the annotation file spells
    them. Every category of the file must be in exactly one phase, unless `SCENARIO.PARTIAL` allows
    some to be in none. `NAME`, `ORDER` and `CLASS_SEED` are then ignored:
@@ -65,7 +66,8 @@ There are three ways to say which classes and images each phase gets:
 
 With the first two, `SCENARIO.PROTOCOL` divides the images. `strict` shuffles them by `DATA_SEED`
 and gives each to one phase, in proportion to the phases' class counts. `traditional` gives a phase
-all images with an object of its classes. `cldetr split` shows the result before training.
+all images with an object of its classes. `loco` gives an image to one of the phases that it shows
+objects of. `cldetr split` shows the result before training.
 """
 
 # Detectron2's keys have no comment of ours; these say what matters here.

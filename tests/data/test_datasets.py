@@ -39,8 +39,11 @@ from cldetr.data.datasets import (
 from cldetr.data.registered import data_from_dicts
 from cldetr.data.scan import scan_images
 from cldetr.engine import IncrementalTrainer
+from cldetr.engine.rundata import RunData
 from cldetr.errors import InputError
 from cldetr.evaluation.evaluator import IncrementalEvaluator
+from cldetr.report.pages import write_run_page
+from cldetr.report.rundir import read_run
 from cldetr.scenario import BASE, make_scenario, make_separate_scenario
 
 from ..coco_files import coco, random_coco, write
@@ -281,18 +284,47 @@ def test_detectron2s_built_in_pascal_voc_is_read(voc):
     assert data.labels.tolist() == [*range(20), *range(20)]
     assert data.boxes[0].tolist() == [10, 5, 30, 75]
     assert data.image_path(0) == voc / "JPEGImages" / "000005.jpg"
-    with pytest.raises(InputError, match=r"FileNotFoundError.*DETECTRON2_DATASETS"):
+    with pytest.raises(InputError, match=r"voc_2012_trainval.*DETECTRON2_DATASETS.*trainval.txt"):
         read_dataset("voc_2012_trainval")
+
+
+def test_detectron2s_pascal_voc_keeps_difficult_objects_apart(voc):
+    """Its own loader trains on them and drops the flag; VOC's metrics need it."""
+    file = voc / "Annotations" / "000006.xml"
+    text = file.read_text().replace("<bndbox>", "<difficult>1</difficult><bndbox>")
+    file.write_text(text)
+    assert np.flatnonzero(read_dataset("voc_2007_trainval").crowd).tolist() == [1]
+    test = read_dataset("voc_2007_test")  # shows four categories, has twenty
+    assert [category.name for category in test.categories] == list(CLASS_NAMES)
+    file.write_text(text.replace("bicycle", "tricycle"))
+    with pytest.raises(InputError, match=r"category names are not among .*'tricycle'"):
+        read_dataset("voc_2007_test")
 
 
 def test_a_run_trains_and_tests_on_pascal_voc(voc, tmp_path):
     options = {"DATASETS.TRAIN": "[voc_2007_trainval]", "DATASETS.TEST": "[voc_2007_test]"}
-    options |= {"SCENARIO.NAME": "15+5", "OUTPUT_DIR": str(tmp_path / "run")}
+    options |= {"SCENARIO.NAME": "voc/15+5", "SCENARIO.PROTOCOL": "traditional"}
+    options |= {"TEST.VOC_METRICS": "True", "OUTPUT_DIR": str(tmp_path / "run")}
     config = Path(__file__).parents[1] / "engine" / "tiny.yaml"
     overrides = [word for pair in options.items() for word in pair]
     IncrementalTrainer(load_config(str(config), overrides)).train()
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     assert [len(phase["per_category"]) for phase in results["phases"]] == [15, 20]
+    assert results["scenario"] == "voc/15+5"
+    assert {"VOC07", "VOC12"} <= results["phases"][1]["all"].keys() & results["fpp"].keys()
+    page = write_run_page(read_run(tmp_path / "run"), tmp_path / "page").read_text()
+    assert ">VOC07</th>" in page
+    assert "as Pascal VOC does" in page
+
+
+def test_a_published_scenario_divides_one_data_set(voc, tmp_path):
+    options = {"DATASETS.TRAIN": "[voc_2007_trainval, voc_2007_test]"}
+    options |= {"DATASETS.TEST": "[voc_2007_test]", "OUTPUT_DIR": str(tmp_path / "run")}
+    options |= {"SCENARIO.NAME": "voc/15+5", "SCENARIO.PROTOCOL": "traditional"}
+    config = Path(__file__).parents[1] / "engine" / "tiny.yaml"
+    overrides = [word for pair in options.items() for word in pair]
+    with pytest.raises(InputError, match=r"voc/15\+5 divides one data set, but .* has 2"):
+        RunData(load_config(str(config), overrides))
 
 
 # What a run registers

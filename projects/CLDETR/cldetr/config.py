@@ -99,6 +99,8 @@ def add_cldetr_config(cfg: CN) -> None:
     cfg.INPUT.CROP.MIN_SIZE = list(plain.crop_short_sides)  # resized to one of these before
 
     cfg.TEST.RESTRICT_IMAGES = False  # the released code's restricted image set
+    # Add Pascal VOC's AP at an IoU of 0.5, 11-point (VOC07) and all-point (VOC12).
+    cfg.TEST.VOC_METRICS = False
     cfg.TEST.JOINT_RESULTS = ""  # results.json of a joint run, for the gap to it
 
     cfg.DATALOADER.NUM_WORKERS = 2

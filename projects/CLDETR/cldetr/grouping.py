@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cldetr.errors import InputError
+from cldetr.published import find_published, is_published, match_spelling, published_orders
 
 _ALLOW = "SCENARIO.PARTIAL True, --partial"  # how a config and a command say `partial`
 
@@ -59,6 +60,10 @@ def resolve_phases(
     partial: bool,
 ) -> tuple[list[list[int]], str]:
     """The labels of each phase and the scenario's name (see `cldetr.scenario.make_scenario`)."""
+    name = ""
+    if isinstance(phases, str) and is_published(phases):
+        name, known = phases, [category.name for category in data.categories]
+        phases = [match_spelling(names, known) for names in find_published(name).phases]
     if isinstance(phases, str):
         sizes, name = _parse_sizes(phases, data, partial)
         labels = _class_order(order, data, seed)
@@ -73,7 +78,7 @@ def resolve_phases(
             f"categories that are never learnt ({_ALLOW}):",
             rest,
         )
-    return groups, "+".join(str(len(group)) for group in groups)
+    return groups, name or "+".join(str(len(group)) for group in groups)
 
 
 def _parse_sizes(text: str, data: Annotations, partial: bool) -> tuple[list[int], str]:
@@ -98,8 +103,14 @@ def _parse_sizes(text: str, data: Annotations, partial: bool) -> tuple[list[int]
 
 
 def _class_order(order: str | Sequence[str | int], data: Annotations, seed: int) -> list[int]:
-    """Orders all labels: "id", "seed" or "released" (shuffles by `seed`), or a list of names."""
+    """Orders all labels: "id", "seed" or "released" (shuffles by `seed`), or a list of names.
+
+    The name of a published order is such a list.
+    """
     labels = list(range(len(data.categories)))  # ascending id
+    published = published_orders()
+    if isinstance(order, str) and order in published:
+        order = match_spelling(published[order], [category.name for category in data.categories])
     if not isinstance(order, str):
         [labels] = _resolve([order], data)
         if missing := _missing(data, labels):
@@ -107,7 +118,8 @@ def _class_order(order: str | Sequence[str | int], data: Annotations, seed: int)
     elif order in ("seed", "released"):
         random_state(seed).shuffle(labels)
     elif order != "id":
-        raise InputError(f"class order {order!r} is unknown: choose id, seed, released or a list")
+        known = ", ".join(("id", "seed", "released", *published))
+        raise InputError(f"class order {order!r} is unknown: choose {known} or a list")
     return labels
 
 

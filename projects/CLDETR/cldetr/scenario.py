@@ -12,23 +12,27 @@ released code draws from, so its orders are those of seed 123 here.
 from __future__ import annotations
 
 import difflib
+import itertools
+import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
 from cldetr.errors import InputError
 from cldetr.grouping import Annotations, Category, random_state, resolve_phases
+from cldetr.published import check_published, is_published
 
-Protocol = Literal["strict", "traditional", "separate", "extend"]
+Protocol = Literal["strict", "traditional", "loco", "separate", "extend"]
 
 BASE = "base"  # the source of every phase that is cut from one data set
 DETECTOR = (
     "the detector"  # the source of a first phase that is a trained detector: it has no images
 )
 RELEASED_SEED = 123
+LOCO_SEED = 42
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Scenario:
     protocol: Protocol
     categories: tuple[Category, ...]  # a class's label is its index here
     phases: tuple[Phase, ...]
-    order: str  # "id", "seed", "released" or "list"
+    order: str  # "id", "seed", "released", a published order such as "psedet", or "list"
     class_seed: int | None
     data_seed: int | None
     fingerprints: tuple[tuple[str, str], ...]  # (source, fingerprint of its annotation file)
@@ -173,32 +177,57 @@ def make_scenario(
     trains without the images that have no annotation of any class, as
     DATALOADER.FILTER_EMPTY_ANNOTATIONS does.
 
+    LoCo (LoCo-COCO): every image with objects is in one phase, drawn among those of its objects;
+    images without objects are in none.
+
     Args:
-        phases: sizes as people say them ("70+10", "40+20x2", "15+1+1"), or the category names (or
-            ids) of each phase.
+        phases: sizes as people say them ("70+10", "40+20x2", "15+1+1"), a published scenario
+            ("voc/19+1"), or the category names (or ids) of each phase.
         data: the data set to divide.
-        protocol: "strict" or "traditional".
+        protocol: "strict", "traditional" or "loco".
         order: of the classes, where `phases` gives sizes: "id" (ascending, as in ERD), "seed" (a
-            shuffle by `class_seed`), "released", or a list of all names or ids. Phases given by
-            name have their own.
+            shuffle by `class_seed`), "released", a published one ("psedet"), or a list of all names
+            or ids. Phases given by name have their own.
         class_seed: of the order "seed"; 0 by default.
         data_seed: of the images in the strict protocol; 0 by default.
         partial: allow categories that no phase learns.
     """
-    if protocol not in ("strict", "traditional"):
-        raise InputError(f"protocol {protocol!r} is unknown: choose strict or traditional")
+    if protocol not in ("strict", "traditional", "loco"):
+        raise InputError(f"protocol {protocol!r} is unknown: choose strict, traditional or loco")
+    if isinstance(phases, str) and is_published(phases):
+        check_published(phases, protocol, order)
     released = isinstance(phases, str) and order == "released"
     if released:
         class_seed = data_seed = RELEASED_SEED
     groups, name = resolve_phases(phases, order, data, class_seed or 0, partial)
-    shuffled = isinstance(phases, str) and order in ("seed", "released")
-    by_name = not isinstance(phases, str) or not isinstance(order, str)
+    by_name = not isinstance(phases, str) or not isinstance(order, str) or is_published(phases)
+    shuffled = not by_name and order in ("seed", "released")
     if protocol == "traditional":
-        data_seed, why = None, "no object of its classes"
-        indices = [images_with(data, group) for group in groups]
+        data_seed, indices = None, [images_with(data, group) for group in groups]
+    elif protocol == "loco":
+        data_seed, indices = LOCO_SEED, _draw_phases(data, groups)
     else:
-        data_seed, why = data_seed or 0, "too few images"
+        data_seed = data_seed or 0
         indices = _cut([len(group) for group in groups], len(data.image_ids), data_seed, released)
+    return Scenario(
+        name=name,
+        protocol=cast(Protocol, protocol),
+        categories=data.categories,
+        phases=_make_phases(data, groups, indices, protocol),
+        order="list" if by_name else str(order),
+        class_seed=class_seed or 0 if shuffled else None,
+        data_seed=data_seed,
+        fingerprints=((BASE, data.fingerprint),),
+    )
+
+
+def _make_phases(
+    data: Annotations,
+    groups: Sequence[Sequence[int]],
+    indices: Sequence[np.ndarray],
+    protocol: str,
+) -> tuple[Phase, ...]:
+    """Phases of labels and indices of images; one without an image is refused."""
     made = tuple(
         Phase(index, tuple(group), tuple(data.image_ids[chosen].tolist()))
         for index, (group, chosen) in enumerate(zip(groups, indices, strict=True), start=1)
@@ -210,19 +239,11 @@ def make_scenario(
         if not phase.image_ids
     ]
     if empty:
+        why = "too few images" if protocol == "strict" else "no object of its classes"
         raise InputError.listing(
             f"{data.name} has {len(data.image_ids)} images; {why} for these phases:", empty
         )
-    return Scenario(
-        name=name,
-        protocol="strict" if protocol == "strict" else "traditional",
-        categories=data.categories,
-        phases=made,
-        order="list" if by_name else str(order),
-        class_seed=class_seed or 0 if shuffled else None,
-        data_seed=data_seed,
-        fingerprints=((BASE, data.fingerprint),),
-    )
+    return made
 
 
 def make_separate_scenario(datasets: Sequence[Annotations]) -> Scenario:
@@ -398,6 +419,34 @@ def _cut(sizes: Sequence[int], images: int, seed: int, released: bool) -> list[n
     shares, total = np.array(sizes), sum(sizes)
     ends = np.cumsum(images * shares // total) if released else images * np.cumsum(shares) // total
     return np.split(shuffled, ends)[: len(sizes)]
+
+
+def _draw_phases(data: Annotations, groups: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    """Draws one phase for each image among those that it shows objects of, as LoCo-COCO does.
+
+    Images are gone through in file order and phases drawn by Python's `random` from seed 42.
+    Objects that were dropped at loading (boxes without area) count as well: the release drops none,
+    and every later draw depends on those before it.
+    """
+    phase_of = {label: index for index, group in enumerate(groups) for label in group}
+    labels, starts = data.labels.tolist(), data.starts.tolist()
+    shown = [
+        {phase_of.get(label) for label in labels[first:last]}
+        for first, last in itertools.pairwise(starts)
+    ]
+    report = getattr(data, "report", None)
+    if report is not None and report.dropped:
+        index_of = {image: index for index, image in enumerate(data.image_ids.tolist())}
+        label_of = {category.id: label for label, category in enumerate(data.categories)}
+        for _, image, category in report.dropped:
+            if image in index_of:  # not held out
+                shown[index_of[image]].add(phase_of.get(label_of[category]))
+    generator = random.Random(LOCO_SEED)
+    chosen: list[list[int]] = [[] for _ in groups]
+    for index, phases in enumerate(shown):
+        if present := sorted(phase for phase in phases if phase is not None):
+            chosen[generator.choice(present)].append(index)
+    return [np.array(indices, dtype=np.int64) for indices in chosen]
 
 
 def _separate_problems(datasets: Sequence[Annotations]) -> list[str]:

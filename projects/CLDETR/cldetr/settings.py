@@ -23,6 +23,7 @@ import yaml
 from detectron2.config import CfgNode
 
 from cldetr.errors import InputError
+from cldetr.published import check_published, is_published
 
 S = TypeVar("S")
 _TYPE_NAMES = {
@@ -36,10 +37,11 @@ class ScenarioSettings:
     """Which classes and images each phase gets (`cldetr.scenario.make_scenario`).
 
     Attributes:
-        name: class counts of the phases, as A+B, A+XxY or A+B+C…
-        protocol: "strict", the paper's, "traditional" (supplement A), or "extend": add the
-            categories of DATASETS.TRAIN to MODEL.DETECTOR, without its data.
-        order: of the classes: "id", "seed" or "released".
+        name: class counts of the phases, as A+B, A+XxY or A+B+C…, or a published scenario, such as
+            voc/19+1 (docs/scenarios.md).
+        protocol: "strict", the paper's, "traditional" (supplement A), "loco", LoCo-COCO's, or
+            "extend": add the categories of DATASETS.TRAIN to MODEL.DETECTOR, without its data.
+        order: of the classes: "id", "seed", "released" or "psedet".
         class_seed: of the class order "seed".
         data_seed: of the division of the images.
         phases: category names of each phase, instead of `name`.
@@ -52,7 +54,7 @@ class ScenarioSettings:
     """
 
     name: str = "70+10"
-    protocol: Literal["strict", "traditional", "extend"] = "strict"
+    protocol: Literal["strict", "traditional", "loco", "extend"] = "strict"
     order: str = "seed"
     class_seed: int = 0
     data_seed: int = 0
@@ -66,6 +68,18 @@ class ScenarioSettings:
             raise InputError(
                 f"SCENARIO.HOLD_OUT is a share of the images from 0 to below 1, not {self.hold_out}"
             )
+        if self.published:
+            check_published(self.name, self.protocol, self.order)
+            if self.phases:
+                raise InputError(
+                    f"scenario {self.name} has its own phases: remove SCENARIO.PHASES, or set "
+                    "SCENARIO.NAME to class counts"
+                )
+
+    @property
+    def published(self) -> bool:
+        """Whether the name is that of a published scenario."""
+        return is_published(self.name)
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,15 +20,30 @@ from cldetr.data.datasets import read_dataset
 from cldetr.data.manifest import save_manifest
 from cldetr.errors import InputError
 from cldetr.files import write_json
+from cldetr.published import (
+    find_published,
+    is_published,
+    order_source,
+    published_orders,
+    published_scenarios,
+)
 from cldetr.report.pages import write_audit_page
 from cldetr.scenario import BASE, Scenario, make_scenario, make_separate_scenario
 
-ORDERS = ("id", "seed", "released")
+ORDERS = ("id", "seed", "released", *published_orders())
+PROTOCOLS = {
+    "strict": "disjoint images",
+    "traditional": "images with objects of the phase",
+    "loco": "each image in one of the phases that it shows",
+}
 WIDTH = 96  # columns of the printed tables
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declares the command's options."""
+    parser.add_argument(
+        "--list", action="store_true", help="list the published scenarios and orders, and stop"
+    )
     what = parser.add_argument_group("what to divide")
     what.add_argument(
         "--annotations",
@@ -53,7 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how = parser.add_argument_group("how to divide it")
     how.add_argument(
-        "--scenario", metavar="SIZES", help="classes per phase: 70+10, 40+20x2, 15+1+1"
+        "--scenario",
+        metavar="SIZES|NAME",
+        help="classes per phase: 70+10, 40+20x2, 15+1+1; or a published scenario: voc/19+1",
     )
     how.add_argument(
         "--phases",
@@ -63,16 +81,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--protocol",
-        choices=("strict", "traditional"),
-        default="strict",
-        help="disjoint images (the paper's, default), or all images with an object of the phase",
+        choices=tuple(PROTOCOLS),
+        help="disjoint images (the paper's), all images with an object of the phase, or each image "
+        "in one of the phases that it shows (default: strict, or the published scenario's)",
     )
     how.add_argument(
         "--order",
         default="id",
         metavar="|".join((*ORDERS, "FILE")),
         help="of the classes: by id (default), shuffled by --class-seed, all that the released "
-        "code does, or a file with one name a line or a JSON list",
+        "code does, PseDet's, or a file with one name a line or a JSON list",
     )
     how.add_argument("--class-seed", type=int, metavar="N", help="default: 0")
     how.add_argument("--data-seed", type=int, metavar="N", help="shuffles the images; default: 0")
@@ -86,6 +104,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Makes the scenario, prints it, and writes what was asked for."""
+    if args.list:
+        print(list_published())
+        return 0
     if args.write_json and args.out is None:
         raise InputError("--write-json needs --out DIR")
     scenario, data = _make(args)
@@ -112,18 +133,32 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def list_published() -> str:
+    """The published scenarios with their protocols and data, and where the lists are from."""
+    scenarios = published_scenarios()
+    rows = [
+        [name, "+".join(str(len(phase)) for phase in each.phases), each.protocol, each.data]
+        for name, each in scenarios.items()
+    ]
+    headers = ["scenario", "classes", "protocol", "data"]
+    blocks = [tabulate(rows, headers, "plain", disable_numparse=True)]
+    blocks += [f"order {name} of the classes: {order_source(name)}" for name in published_orders()]
+    families = {name.partition("/")[0]: each for name, each in scenarios.items()}
+    blocks += [f"{name}: {each.source}. {each.note}" for name, each in families.items()]
+    return "\n\n".join([blocks[0], *(textwrap.fill(text, WIDTH) for text in blocks[1:])])
+
+
 def describe(
     scenario: Scenario, audit: Mapping[str, Any], data: Mapping[str, CocoData]
 ) -> Iterator[str]:
     """The lines that the command prints: phases, objects per class, and the audit's findings."""
-    how = {"strict": "disjoint images", "traditional": "images with objects of the phase"}
     seeds = [
         f"{what} seed {seed}"
         for what, seed in (("class", scenario.class_seed), ("data", scenario.data_seed))
         if seed is not None
     ]
     details = [
-        f"{scenario.protocol} ({how.get(scenario.protocol, 'a data set per phase')})",
+        f"{scenario.protocol} ({PROTOCOLS.get(scenario.protocol, 'a data set per phase')})",
         f"classes by {scenario.order}",
         *seeds,
     ]
@@ -181,7 +216,8 @@ def _findings(scenario: Scenario, audit: Mapping[str, Any]) -> Iterator[str]:
         f"phases {pair['phases'][0]} and {pair['phases'][1]} share {pair['images']:,}"
         for pair in audit["overlap"]
     ]
-    wrong = " (the strict protocol allows none)" if shared and scenario.protocol == "strict" else ""
+    disjoint = scenario.protocol in ("strict", "loco")
+    wrong = f" (the {scenario.protocol} protocol allows none)" if shared and disjoint else ""
     yield f"  image overlap: {'; '.join(shared) or 'none'}{wrong}"
     for phase in audit["phases"]:
         hidden = phase["hidden"]
@@ -221,7 +257,7 @@ def _make(args: argparse.Namespace) -> tuple[Scenario, dict[str, CocoData]]:
     if args.annotations is None:
         raise InputError("give --annotations DATA, or --phases-from DATA DATA …")
     if (args.scenario is None) == (args.phases is None):
-        raise InputError("give either --scenario SIZES or --phases NAMES")
+        raise InputError("give either --scenario SIZES|NAME or --phases NAMES")
     order = args.order
     if order not in ORDERS:
         if not os.path.isfile(order):
@@ -232,13 +268,20 @@ def _make(args: argparse.Namespace) -> tuple[Scenario, dict[str, CocoData]]:
     scenario = make_scenario(
         phases,
         data,
-        protocol=args.protocol,
+        protocol=args.protocol or _own_protocol(args.scenario),
         order=order,
         class_seed=args.class_seed,
         data_seed=args.data_seed,
         partial=args.partial,
     )
     return scenario, {BASE: data}
+
+
+def _own_protocol(scenario: str | None) -> str:
+    """The protocol of a published scenario; the paper's otherwise."""
+    if scenario is not None and is_published(scenario):
+        return find_published(scenario).protocol
+    return "strict"
 
 
 def _read(references: Sequence[str], args: argparse.Namespace) -> list[CocoData]:

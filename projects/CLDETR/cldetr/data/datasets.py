@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from detectron2.data import DatasetCatalog, MetadataCatalog
+from detectron2.data.datasets import register_pascal_voc
 from detectron2.utils.file_io import PathManager
 from torch.utils.data import Dataset
 
@@ -63,9 +64,9 @@ def read_dataset(
 
     Args:
         reference: `ANNOTATIONS.json:IMAGE_FOLDER` (a COCO file), `FORMAT:TEXT` with a format in
-            `READERS`, or the name of a data set that is registered with Detectron2. COCO files are
-            read by this package; of other data sets, such as `voc_2007_trainval`, the registered
-            function is called.
+            `READERS`, or the name of a data set that is registered with Detectron2. COCO files and
+            Pascal VOC, such as `voc_2007_trainval`, are read by this package; of other data sets
+            the registered function is called.
         bad_boxes: "stop" at malformed boxes, or "drop" and count them.
         trim: cut boxes to their image, as for training; see `load_coco`.
         image_root: the image folder of a COCO file that is given without it.
@@ -102,6 +103,8 @@ def read_dataset(
             )
         image_root = os.fspath(metadata.image_root)
         return _read_coco(json_file, image_root, name=reference, bad_boxes=bad_boxes, trim=trim)
+    if getattr(DatasetCatalog[reference], "__module__", "") == register_pascal_voc.__module__:
+        return _read_registered_voc(reference, bad_boxes=bad_boxes, trim=trim)
     try:
         dicts = list(DatasetCatalog.get(reference))
     except Exception as error:
@@ -113,6 +116,16 @@ def read_dataset(
     return data_from_dicts(
         reference, dicts, metadata.get("thing_classes"), bad_boxes=bad_boxes, trim=trim
     )
+
+
+def _read_registered_voc(reference: str, **options: Any) -> CocoData:
+    """Reads what `register_pascal_voc` registered; its own function drops the difficult flags."""
+    metadata = MetadataCatalog.get(reference)
+    path = os.path.join(PathManager.get_local_path(metadata.dirname), metadata.split)
+    try:
+        return read_voc(path, name=reference, categories=metadata.thing_classes, **options)
+    except InputError as error:
+        raise InputError(f"the data set {reference!r} cannot be read{_BUILT_IN}: {error}") from None
 
 
 def view_name(prefix: str, kind: str, phase: int, suffix: str = "") -> str:

@@ -122,7 +122,7 @@ def _contradictions(scenario: Scenario) -> list[str]:
         for label in phase.classes:
             if (first := first_class.setdefault(label, index)) != index:
                 problems.append(f"class {label} is in phases {first} and {index}")
-        for image in phase.image_ids if scenario.protocol == "strict" else ():
+        for image in phase.image_ids if scenario.protocol in ("strict", "loco") else ():
             if (first := first_image.setdefault((phase.source, image), index)) != index:
                 problems.append(f"image {image} is in phases {first} and {index}")
     return problems

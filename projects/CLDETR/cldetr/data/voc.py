@@ -53,6 +53,10 @@ KINDS = {
         "sizes are not whole numbers of pixels",
         "write those of the image file, or remove the size to have it read from there",
     ),
+    "unknown name": (
+        "category names are not among those of the data set",
+        "correct them, or register the data set with all names",
+    ),
     "bad difficult flag": ("difficult is neither 0 nor 1", "write 0 or 1"),
     "two spellings": (
         "category names differ in case or spaces alone",
@@ -81,13 +85,22 @@ class _XmlFile:
         return f"{self.name}:{element_lines(self.content)[index]}"
 
 
-def read_voc(path: str, *, bad_boxes: str = "stop", trim: bool = True) -> CocoData:
+def read_voc(
+    path: str,
+    *,
+    bad_boxes: str = "stop",
+    trim: bool = True,
+    name: str = "",
+    categories: Sequence[str] = (),
+) -> CocoData:
     """Reads Pascal VOC annotations; all problems make one `InputError`.
 
     Args:
         path: DIR/SPLIT or DIR, see the module.
         bad_boxes: "stop" at boxes that are not four numbers in order, or "drop" and count them.
         trim: cut boxes to their image, as for training.
+        name: of the data set; the last two parts of the path by default.
+        categories: their names in order; by default those that occur, in alphabetical order.
     """
     begun = time.perf_counter()
     problems = Problems(KINDS)
@@ -96,9 +109,9 @@ def read_voc(path: str, *, bad_boxes: str = "stop", trim: bool = True) -> CocoDa
     for image, stem in zip(image_ids(stems), stems, strict=True):
         reader.read(image, stem)
     return data_from_columns(
-        reader.columns(),
+        reader.columns(categories),
         problems,
-        name="_".join(Path(os.path.abspath(path)).parts[-2:]),
+        name=name or "_".join(Path(os.path.abspath(path)).parts[-2:]),
         origin=f"voc:{path}",
         image_root=reader.layout.images,
         begun=begun,
@@ -291,19 +304,22 @@ class _Reader:
         xml = self._parse(self.images[image][1])
         return xml.where(xml.root.findall("object")[index].findall("bndbox")[0])
 
-    def columns(self) -> Columns:
-        """What was read. Categories are sorted by name: VOC's own order."""
-        names = sorted({name for name, *_ in self.objects})
-        check_spellings(names, self.problems)
+    def columns(self, categories: Sequence[str]) -> Columns:
+        """What was read, under these categories or all that occur, sorted by name as VOC's are."""
+        found = sorted({name for name, *_ in self.objects})
+        names = list(categories) or found
+        for unknown in sorted({*found} - {*names}):
+            self.problems.add("unknown name", repr(unknown))
+        check_spellings(found, self.problems)
         if not self.images:
             self.problems.add("empty list", "images")
         elif not names:
             self.problems.add("empty list", "categories (no image has an object)")
-        ids = {name: number for number, name in enumerate(names, start=1)}
+        ids = {name: number for number, name in enumerate(names, start=1)}  # an unknown name: 1
         file = CocoFile(
             [image for image, _ in self.images],
             [
-                CocoAnnotation(n, self.images[index][0].id, ids[name], box, iscrowd=crowd)
+                CocoAnnotation(n, self.images[index][0].id, ids.get(name, 1), box, iscrowd=crowd)
                 for n, (name, box, crowd, index, _) in enumerate(self.objects, start=1)
             ],
             [CocoCategory(number, name) for name, number in ids.items()],

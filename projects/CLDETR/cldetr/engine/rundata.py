@@ -311,6 +311,12 @@ class RunData:
     def _scenario(self) -> Scenario:
         wanted = scenario_settings(self.cfg)
         if BASE not in self.train:
+            if wanted.published:
+                raise InputError(
+                    f"scenario {wanted.name} divides one data set, but DATASETS.TRAIN has "
+                    f"{len(self.train)}: give one, or set SCENARIO.NAME to class counts to make a "
+                    "phase of each"
+                )
             return make_separate_scenario(list(self.train.values()))
         phases: str | Sequence[Sequence[str]] = wanted.phases or wanted.name
         own_seeds = wanted.order == "released"

@@ -190,7 +190,9 @@ class IncrementalTrainer(TrainerBase):
                 return DatasetEvaluators([super().build_evaluator(cfg, dataset_name), own])
         """
         evaluator = IncrementalEvaluator.from_dataset(
-            dataset_name, restrict_images=cfg.TEST.RESTRICT_IMAGES
+            dataset_name,
+            restrict_images=cfg.TEST.RESTRICT_IMAGES,
+            voc_metrics=cfg.TEST.VOC_METRICS,
         )
         more = lazy_part(cfg, "dataloader.evaluator", dataset_name=dataset_name)
         if more is None:

@@ -249,7 +249,7 @@ def _rounds(
     all pairs together. Those that overlap no object enough take no turn. The candidates of a
     detection stand together, by ascending overlap and then by their order in the file.
     """
-    found, objects, overlaps = _candidates(truth, detections, pairs)
+    found, objects, overlaps = find_candidates(truth, detections)
     choosing, which = np.unique(found, return_inverse=True)
     turns = _rank_in_run(pairs[choosing])[which]
     order = np.lexsort((objects, overlaps, found, turns))
@@ -258,10 +258,15 @@ def _rounds(
         yield found[rows], objects[rows], overlaps[rows]
 
 
-def _candidates(
-    truth: GroundTruth, detections: Detections, pairs: np.ndarray
+def find_candidates(
+    truth: GroundTruth, detections: Detections
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Finds the objects that each detection overlaps enough for the lowest threshold."""
+    """Finds the objects that each detection overlaps enough for the lowest threshold.
+
+    Returns:
+        The detection, the object and the overlap of each candidate, (C,), by ascending detection.
+    """
+    pairs = detections.labels * len(truth.image_ids) + detections.images
     truth_pairs = truth.labels * len(truth.image_ids) + truth.images
     by_pair = np.argsort(truth_pairs, kind="stable")
     first = np.searchsorted(truth_pairs[by_pair], pairs, side="left")

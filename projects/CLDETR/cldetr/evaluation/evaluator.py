@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import time
@@ -23,10 +24,12 @@ from cldetr.errors import InputError
 from cldetr.evaluation.average_precision import (
     Detections,
     GroundTruth,
+    Labels,
     Scores,
     match,
     summarise_precision,
 )
+from cldetr.evaluation.voc import match_voc
 from cldetr.scenario import Scenario, make_separate_scenario
 
 logger = logging.getLogger(__name__)
@@ -47,6 +50,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         phase: int,
         *,
         restrict_images: bool = False,
+        voc_metrics: bool = False,
         image_ids: Sequence[Any] | None = None,
     ) -> None:
         """Prepares the evaluation of the model after a phase.
@@ -59,6 +63,7 @@ class IncrementalEvaluator(DatasetEvaluator):
                 group, as the authors' released code does. Detections on all other images then
                 cost nothing, so the numbers come out higher than COCO's. A single class is judged
                 on the images of all seen classes.
+            voc_metrics: Add Pascal VOC's AP at an IoU of 0.5 (`cldetr.evaluation.voc`).
             image_ids: What the inputs call the images of `truth`, where that is something else.
         """
         if not 1 <= phase <= len(scenario.phases):
@@ -71,24 +76,29 @@ class IncrementalEvaluator(DatasetEvaluator):
         self._scenario = scenario
         self._phase = phase
         self._restrict_images = restrict_images
+        self._voc_metrics = voc_metrics
         names = [truth.sources[source].name for source in truth.image_sources]
         ids = truth.image_ids.tolist() if image_ids is None else image_ids
         self._index_of = {key: index for index, key in enumerate(zip(names, ids, strict=True))}
         self.reset()
 
     @classmethod
-    def from_dataset(cls, name: str, *, restrict_images: bool = False) -> IncrementalEvaluator:
+    def from_dataset(
+        cls, name: str, *, restrict_images: bool = False, voc_metrics: bool = False
+    ) -> IncrementalEvaluator:
         """Prepares the evaluation on a registered data set.
 
         Args:
             name: of a test view of a run, which knows its scenario and phase, or of any other data
                 set: then all its classes are one group.
             restrict_images: see the constructor.
+            voc_metrics: see the constructor.
         """
+        build = functools.partial(cls, restrict_images=restrict_images, voc_metrics=voc_metrics)
         metadata, data = MetadataCatalog.get(name), DatasetCatalog.get(name)
         if isinstance(data, View):
             truth = GroundTruth.from_view(data)
-            return cls(truth, metadata.scenario, metadata.phase, restrict_images=restrict_images)
+            return build(truth, metadata.scenario, metadata.phase)
         whole = read_dataset(name, trim=False)
         scenario = make_separate_scenario([whole])
         labels = label_table(whole, scenario.categories, scenario.seen(1))
@@ -96,7 +106,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         ids = [entry["image_id"] for entry in data]  # may be texts, as Pascal VOC's are
         if not whole.json_file.is_file():  # Detectron2 sorts a file's images; the truth is sorted
             ids = [ids[index] for index in np.argsort(whole.image_ids, kind="stable")]
-        return cls(truth, scenario, 1, restrict_images=restrict_images, image_ids=ids)
+        return build(truth, scenario, 1, image_ids=ids)
 
     def reset(self) -> None:
         """Forgets all predictions."""
@@ -164,26 +174,30 @@ class IncrementalEvaluator(DatasetEvaluator):
         seen = np.sort(list(self._names))
         seen_images = self._truth.images_with(seen) if self._restrict_images else None
         table = matching.precision(seen, seen_images)  # (T, R, K, A)
+        voc = match_voc(self._truth, detections) if self._voc_metrics else None
 
-        def score(labels: Sequence[int]) -> Scores:
+        def score(labels: Labels, images: np.ndarray | None) -> Scores:
+            if images is seen_images:
+                scores = summarise_precision(table[:, :, np.isin(seen, labels)])
+            else:
+                scores = summarise_precision(matching.precision(labels, images))
+            return scores if voc is None else {**scores, **voc.average(labels, images)}
+
+        def score_group(labels: Sequence[int]) -> Scores:
             group = np.sort(labels)
-            if self._restrict_images:
-                return summarise_precision(
-                    matching.precision(group, self._truth.images_with(group))
-                )
-            return summarise_precision(table[:, :, np.isin(seen, group)])
+            images = self._truth.images_with(group) if self._restrict_images else seen_images
+            return score(group, images)
 
         phases = self._scenario.phases[: self._phase]
         old = self._scenario.old(self._phase)
         return {
             "phase": self._phase,
-            "all": summarise_precision(table),
-            "old": score(old) if old else None,
-            "new": score(phases[-1].classes),
-            "groups": [score(phase.classes) for phase in phases],
+            "all": score(seen, seen_images),
+            "old": score_group(old) if old else None,
+            "new": score_group(phases[-1].classes),
+            "groups": [score_group(phase.classes) for phase in phases],
             "per_category": {
-                name: summarise_precision(table[:, :, seen == label])
-                for label, name in self._names.items()
+                name: score([label], seen_images) for label, name in self._names.items()
             },
         }
 

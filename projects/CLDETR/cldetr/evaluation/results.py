@@ -115,11 +115,17 @@ def gap_to_joint(last: Mapping[str, Any], joint: Mapping[str, Any]) -> Scores:
     return _difference(upper["all"], last["all"])
 
 
+def metric_names(phases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Names of the metrics of a run's phases: `METRICS`, and what else was evaluated."""
+    return list(dict.fromkeys([*METRICS, *(name for entry in phases for name in entry["all"])]))
+
+
 def write_results(
     results: Mapping[str, Any], directory: str | os.PathLike[str], name: str = "results"
 ) -> None:
     """Writes results.csv and then results.json, or so named, each whole or not at all."""
-    rows = [["phase", "stage", "kind", "name", *METRICS], *_csv_rows(results)]
+    metrics = metric_names(results["phases"])
+    rows = [["phase", "stage", "kind", "name", *metrics], *_csv_rows(results, metrics)]
     with (
         atomic_path(Path(directory) / f"{name}.csv") as partial,
         open(partial, "w", newline="", encoding="utf-8") as stream,
@@ -142,11 +148,12 @@ def load_results(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def format_table(results: Mapping[str, Any]) -> str:
     """Formats a run's metrics as text: a line for each phase and group, then the run's numbers."""
-    lines = [f"{results['scenario']}, {results['method']} (AP in %)", _line("", "", [*METRICS])]
-    lines += [line for entry in results["phases"] for line in _phase_lines(entry)]
+    metrics = metric_names(results["phases"])
+    lines = [f"{results['scenario']}, {results['method']} (AP in %)", _line("", "", metrics)]
+    lines += [line for entry in results["phases"] for line in _phase_lines(entry, metrics)]
     for label, name, field in (("FPP", "phase 1", "fpp"), ("gap to joint", "all", "gap_to_joint")):
         if results[field] is not None:
-            lines.append(_line(label, name, _cells(results[field])))
+            lines.append(_line(label, name, _cells(results[field], metrics)))
     for field in ("average_AP", "forgetting", "backward_transfer"):
         lines.append(_line(field.replace("_", " "), "", [_show(results[field])]))
     return "\n".join(lines)
@@ -154,7 +161,8 @@ def format_table(results: Mapping[str, Any]) -> str:
 
 def format_entry(entry: Mapping[str, Any]) -> str:
     """Formats the metrics of one evaluation as text."""
-    return "\n".join([_line("AP in %", "", [*METRICS]), *_phase_lines(entry)])
+    metrics = metric_names([entry])
+    return "\n".join([_line("AP in %", "", metrics), *_phase_lines(entry, metrics)])
 
 
 def format_matrix(results: Mapping[str, Any]) -> str:
@@ -174,16 +182,17 @@ def format_matrix(results: Mapping[str, Any]) -> str:
     return "\n\n".join(blocks)
 
 
-def _phase_lines(entry: Mapping[str, Any]) -> list[str]:
+def _phase_lines(entry: Mapping[str, Any], metrics: Sequence[str]) -> list[str]:
     # In the first phase nothing is old and all is new.
     names = ("all",) if entry["old"] is None else ("all", "old", "new")
     labels = [f"after phase {entry['phase']}", "", ""]
     return [
-        _line(label, name, _cells(entry[name])) for label, name in zip(labels, names, strict=False)
+        _line(label, name, _cells(entry[name], metrics))
+        for label, name in zip(labels, names, strict=False)
     ]
 
 
-def _csv_rows(results: Mapping[str, Any]) -> Iterator[list[Any]]:
+def _csv_rows(results: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[list[Any]]:
     for entry in results["phases"]:
         start = [entry["phase"], entry.get("stage")]
         groups = [("set", name, entry[name]) for name in ("all", "old", "new")]
@@ -191,12 +200,12 @@ def _csv_rows(results: Mapping[str, Any]) -> Iterator[list[Any]]:
         groups += [("category", name, scores) for name, scores in entry["per_category"].items()]
         for kind, name, scores in groups:
             if scores is not None:
-                yield [*start, kind, name, *(scores.get(metric) for metric in METRICS)]
+                yield [*start, kind, name, *(scores.get(metric) for metric in metrics)]
 
 
 def _difference(first: Scores, second: Scores) -> Scores:
     difference: Scores = {}
-    for metric in METRICS:
+    for metric in dict.fromkeys([*METRICS, *first, *second]):
         a, b = first.get(metric), second.get(metric)  # a run from before a metric lacks it
         difference[metric] = None if a is None or b is None else a - b
     return difference
@@ -212,8 +221,8 @@ def _line(label: str, group: str, cells: Sequence[str]) -> str:
     return f"{label:<18}{group:<8}" + "".join(f"{cell:>8}" for cell in cells)
 
 
-def _cells(scores: Scores | None) -> list[str]:
-    return ["n/a" if scores is None else _show(scores.get(metric)) for metric in METRICS]
+def _cells(scores: Scores | None, metrics: Sequence[str]) -> list[str]:
+    return ["n/a" if scores is None else _show(scores.get(metric)) for metric in metrics]
 
 
 def _show(value: float | None) -> str:

@@ -14,7 +14,7 @@ from PIL import Image
 
 from cldetr import __version__
 from cldetr.data.manifest import scenario_hash
-from cldetr.evaluation.average_precision import METRICS
+from cldetr.evaluation.results import metric_names
 from cldetr.files import atomic_path
 from cldetr.report import ap_plots, tables, training_plots
 from cldetr.report.plotting import Panel, Plot, bar_panels, panel_svg, save_plot, signed
@@ -92,7 +92,7 @@ def _write_page(path: Path, template: str, **content: Any) -> Path:
     )
     environment.filters |= {
         "number": signed,
-        "cells": lambda scores: [signed(scores.get(metric)) for metric in METRICS],
+        "cells": lambda scores, metrics: [signed(scores.get(metric)) for metric in metrics],
         "mean": tables.mean_text,
         "thousands": _thousands,
         "duration": _duration,
@@ -103,7 +103,7 @@ def _write_page(path: Path, template: str, **content: Any) -> Path:
     environment.globals |= {
         "panel_svg": panel_svg,
         "max_pictures": _MAX_PICTURES,
-        "metrics": list(METRICS),
+        "metric_names": metric_names,
         "version": __version__,
     }
     text = environment.get_template(template).render(content)
