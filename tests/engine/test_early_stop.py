@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
+from detectron2.structures import Boxes, BoxMode, Instances
 
 from cldetr.config import identity
 from cldetr.engine import IncrementalTrainer, trainer
@@ -16,6 +17,7 @@ from cldetr.engine.plan import make_plan
 from cldetr.engine.rundata import RunData
 from cldetr.engine.step import StageTrainer
 from cldetr.errors import InputError
+from cldetr.evaluation.evaluator import IncrementalEvaluator
 from cldetr.report.rundir import read_run
 from cldetr.report.tables import training_spans
 from cldetr.scenario import hold_out
@@ -121,6 +123,25 @@ def test_held_out_images_show_what_the_phase_annotates(tiny_config, tmp_path, me
     trained = {entry["image_id"] for entry in DatasetCatalog.get(data.name("joint", 2))}
     assert not ids & trained
     assert len(ids | trained) == 36
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_detector_that_finds_all_held_out_objects_has_an_ap_of_100(tiny_config, tmp_path, joint):
+    more = ["METHOD.JOINT", "True", "METHOD.PSEUDO.ENABLED", "False", "METHOD.MEMORY.ENABLED"]
+    more += ["False", "METHOD.CALIBRATE.ENABLED", "False"]
+    data = RunData(tiny_config(tmp_path, *ON, *(more if joint else [])))
+    for phase in (1, 2):
+        name = data.name("held_out", phase)
+        evaluator = IncrementalEvaluator.from_dataset(name)
+        for entry in DatasetCatalog.get(name):
+            found = Instances((entry["height"], entry["width"]))
+            boxes = torch.tensor([x["bbox"] for x in entry["annotations"]]).reshape(-1, 4)
+            found.pred_boxes = Boxes(BoxMode.convert(boxes, BoxMode.XYWH_ABS, BoxMode.XYXY_ABS))
+            labels = [x["category_id"] for x in entry["annotations"]]
+            found.pred_classes = torch.tensor(labels, dtype=torch.int64)
+            found.scores = torch.ones(len(labels))
+            evaluator.process([entry], [{"instances": found}])
+        assert evaluator.evaluate()["all"]["AP"] == pytest.approx(100)
 
 
 def test_the_score_is_the_ap_on_the_held_out_images(tiny_config, tmp_path, monkeypatch):

@@ -256,7 +256,12 @@ def register_held_out(
             subsets = (held_out.revealed(phase.index),)
         name = view_name(prefix, "held_out", phase.index)
         metadata = {"scenario": held_out, "phase": phase.index}
-        _register(name, held_out, subsets, train, metadata)
+        data = {}  # an evaluator takes all images of a data set for those to be evaluated
+        for subset in subsets:
+            source = train[subset.source]
+            indices = np.sort(source.indices_of(subset.image_ids))
+            data[subset.source] = source.subset(indices, f"{source.name}, held out")
+        _register(name, held_out, subsets, data, metadata)
         objects = (x for entry in DatasetCatalog.get(name) for x in entry["annotations"])
         if all(x["iscrowd"] for x in objects):
             raise InputError(
