@@ -157,7 +157,7 @@ def test_a_lazy_twin_has_the_settings_of_its_yaml_file(name):
 
 
 def test_lazy_files_are_twins_or_what_twins_share():
-    assert TWINS == ["70_10", "custom", "shapes"]
+    assert TWINS == ["70_10", "add", "custom", "custom_small", "shapes"]
     assert set(LAZY) - set(TWINS) == {"coco", "deformable_detr_r50"}
 
 

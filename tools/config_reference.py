@@ -27,7 +27,7 @@ from cldetr.methods.distill import LOSSES
 from cldetr.methods.method import CLDETR, Method
 from cldetr.methods.pseudo import SELECTIONS
 from cldetr.modeling.config import add_model_config
-from cldetr.settings import ScenarioSettings, Schedule
+from cldetr.settings import EarlyStop, ScenarioSettings, Schedule, StageSchedule
 
 HEAD = """\
 # Configuration keys
@@ -208,11 +208,19 @@ def _with_choices(key: str, description: str) -> str:
 
 
 def schedule_rows() -> Iterator[tuple[str, Any, str]]:
-    """One row for each key of a stage, with the defaults of all three stages."""
-    stages = {field.name: getattr(Schedule(), field.name) for field in dataclasses.fields(Schedule)}
-    for name, description in attributes(type(Schedule().first)).items():
+    """One row for each key of a stage, with the defaults of all three, and the early stop's."""
+    schedule = Schedule()
+    stages = {name: getattr(schedule, name) for name in ("first", "train", "calibrate")}
+    for name, description in attributes(StageSchedule).items():
         values = ", ".join(f"{k} {_show(getattr(stage, name))}" for k, stage in stages.items())
         yield f"SCHEDULE.*.{name.upper()}", f"({values})", description
+    key, summary = (
+        "SCHEDULE.EARLY_STOP",
+        inspect.cleandoc(EarlyStop.__doc__ or "").partition("\n")[0],
+    )
+    yield f"{key}.ENABLED", schedule.early_stop is not None, summary
+    for name, description in attributes(EarlyStop).items():
+        yield f"{key}.{name.upper()}", getattr(EarlyStop(), name), description
 
 
 def config_rows() -> dict[str, tuple[Any, str]]:

@@ -134,6 +134,44 @@ def test_the_detector_says_what_it_is(third, two):
     assert kept[1]["SOLVER.BASE_LR"] == kept[0]["SOLVER.BASE_LR"]  # the same batch
 
 
+LAZY_SHORT = [
+    *("schedule.train.epochs=1", "schedule.train.min_steps=3", "schedule.calibrate.epochs=1"),
+    *("schedule.calibrate.min_steps=2", "method.pseudo.foreground=0.0", "method.memory.budget=4"),
+    *("train.report=false", "dataloader.train.num_workers=0", "train.log_period=1"),
+    "train.log_images=0",
+]
+
+
+def add_lazily(out, detector, data, test):
+    words = [f"train.detector={detector}", f"train.output_dir={out}", *LAZY_SHORT]
+    words += [f"dataloader.train.dataset.names=['{data}']"]
+    words += [f"dataloader.test.dataset.names=['{test}']"]
+    train(load_config(str(find_config("lazy/add.py")), words))
+
+
+def test_the_lazy_twin_adds_the_same_category(third, two, material, test_all, tmp_path):
+    new = material.reference("third", shown=(3,), images=slice(20, 30))
+    add_lazily(tmp_path, two / "phase1/train/model.pth", new, test_all)
+    one, other = (load_state(run / "phase2/calibrate/model.pth") for run in (third, tmp_path))
+    assert all(torch.equal(value, other["model"][key]) for key, value in one["model"].items())
+    assert (tmp_path / "results.json").read_text() == (third / "results.json").read_text()
+
+
+def test_a_lazy_detector_brings_its_model(material, test_all, tmp_path):
+    old = material.reference("two", shown=(1, 2), images=slice(0, 20))
+    words = ["schedule.first.min_steps=1", "schedule.first.max_steps=1", "scenario.name='2'"]
+    words += [f"dataloader.train.dataset.names=['{old}']", "model.transformer.dim=32"]
+    words += LAZY_SHORT[-4:]
+    words += [f"train.output_dir={tmp_path / 'old'}"]
+    test = material.reference("test_lazy", "val", shown=(1, 2))
+    words += [f"dataloader.test.dataset.names=['{test}']"]
+    train(load_config(str(find_config("lazy/custom_small.py")), words))
+    new = material.reference("third", shown=(3,), images=slice(20, 30))
+    add_lazily(tmp_path / "new", tmp_path / "old", new, test_all)
+    names, weight = rows(tmp_path / "new/phase2/calibrate/model.pth")
+    assert (names, weight.shape[1]) == (NAMES[:3], 32)
+
+
 def test_categories_are_added_again_and_again(third, material, test_all, tmp_path):
     """A chain of three: the finished run brings its weights and its exemplars."""
     new = material.reference("fourth", shown=(4,), images=slice(30, 36))

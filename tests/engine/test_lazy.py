@@ -5,9 +5,12 @@ import torch
 from detectron2.modeling import build_model
 from detectron2.structures import Boxes, Instances
 
-from cldetr.config import load_config, method_of, schedule_of
+from cldetr.config import identity, load_config, method_of, schedule_of
 from cldetr.config_files import find_config
+from cldetr.data.audit import setting_warnings
+from cldetr.engine.resolve import resolve
 from cldetr.errors import InputError
+from cldetr.lazy import _KEYS
 from cldetr.settings import Schedule, StageSchedule
 
 
@@ -39,6 +42,40 @@ def test_twins_start_with_the_same_weights_and_losses(name):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.parametrize("name", ["custom", "custom_small"])
+def test_twins_for_own_data_choose_the_same_from_the_data(name, tiny_config, tmp_path):
+    data = tiny_config(tmp_path).DATASETS
+    words = [f"DATASETS.{part} ['{data[part][0]}']".split(" ", 1) for part in ("TRAIN", "TEST")]
+    words += [("SCENARIO.NAME", "3+1"), ("MODEL.DEVICE", "cpu")]
+    keys = {key: name for name, key in _KEYS.items()} | {"SCENARIO.NAME": "scenario.name"}
+    plain = load_config(str(find_config(name)), [word for pair in words for word in pair])
+    twin = lazy(name, *(f"{keys[key]}={value}" for key, value in words))
+    found, settings = [], []
+    for cfg in (plain, twin):
+        cfg, _ = resolve(cfg)
+        found.append({key: x.shape for key, x in build_model(cfg).state_dict().items()})
+        settings.append(
+            {key: x for key, x in identity(cfg).items() if not key.startswith(("MODEL.", "LAZY."))}
+        )
+    assert settings[0] == settings[1]
+    assert (settings[0]["SOLVER.IMS_PER_BATCH"], settings[0]["INPUT.MIN_SIZE_TEST"]) == (4, 64)
+    assert found[0] == found[1]  # as many queries, too
+    assert twin.LAZY.model.num_queries == -1
+    assert found[1]["query_embed.weight"][0] == 20
+
+
+def test_a_lazy_model_with_too_few_queries_is_warned_of(tiny_config, tmp_path):
+    data = tiny_config(tmp_path).DATASETS.TRAIN[0]
+    words = [f"dataloader.train.dataset.names=['{data}']", "scenario.name=3+1"]
+    words += [f"dataloader.test.dataset.names=['{data}']", "train.device=cpu"]
+    said = []
+    for queries in (1, 20):
+        cfg, found = resolve(lazy("shapes", *words, f"model.num_queries={queries}"))
+        said.append("\n".join(setting_warnings(found.scenario, found.train, cfg)))
+    assert "more objects than the detector has queries (1)" in said[0]
+    assert "queries" not in said[1]
+
+
 def test_overrides_change_what_exists():
     cfg = lazy(
         "shapes",
@@ -48,6 +85,12 @@ def test_overrides_change_what_exists():
     assert (cfg.SOLVER.IMS_PER_BATCH, cfg.SOLVER.ACCUMULATE, cfg.SEED) == (4, 2, 3)
     assert (cfg.SOLVER.BASE_LR, cfg.SOLVER.GAMMA) == (4e-4, 0.2)
     assert build(cfg, 3).num_queries == 7
+
+
+@pytest.mark.parametrize("text", ["scenario.name=7", "scenario.name='7'"])
+def test_a_text_that_looks_like_a_number_stays_a_text(text):
+    assert lazy("shapes", text).SCENARIO.NAME == "7"
+    assert lazy("shapes", "train.output_dir=2024").OUTPUT_DIR == "2024"
 
 
 def test_overrides_reach_settings_that_the_file_leaves_at_their_defaults():

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import math
 import signal
 from pathlib import Path
@@ -79,6 +80,17 @@ def test_a_run_notes_its_data_its_pseudo_labels_and_what_it_ran_with(finished):
     assert facts["pseudo"]["images"] == facts["images"] * 2  # two epochs
     assert set(facts["pseudo"]["per_category"]) <= old
     assert "pseudo" not in json.loads((finished / "phase1/train/stage.json").read_text())["facts"]
+
+
+def test_a_stage_shorter_than_the_log_period_shows_its_loss(tiny_config, tmp_path, caplog):
+    stages = ("FIRST", "TRAIN", "CALIBRATE")
+    short = [word for stage in stages for word in (f"SCHEDULE.{stage}.MAX_STEPS", "2")]
+    with caplog.at_level(logging.INFO, logger="cldetr"):
+        train(tiny_config(tmp_path, *short, "LOG_PERIOD", "20", "LOG_IMAGES", "0"))
+    lines = [line for line in caplog.text.splitlines() if "  loss " in line]
+    losses = [float(line.split("  loss ")[1].split()[0]) for line in lines]
+    assert len(losses) == 3
+    assert min(losses) > 0
 
 
 def test_a_finished_run_resumes_to_the_same_without_training(finished, tiny_config, monkeypatch):

@@ -123,6 +123,10 @@ RUNTIME_KEYS = frozenset(
     }
 )
 
+# Sections that are no part of the identity while all their keys are at their defaults: runs that
+# began before there were such keys can be resumed.
+_OPTIONAL = ("SCHEDULE.EARLY_STOP",)
+
 _RENAMED = {
     "INPUT.FLIP": "INPUT.RANDOM_FLIP (horizontal, vertical or none)",
     "INPUT.CROP.WINDOW": "INPUT.CROP.SIZE",
@@ -251,7 +255,13 @@ def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
         )
     if problems:
         raise InputError.listing("in the configuration:", problems)
-    scenario_settings(cfg), method_of(cfg), schedule_of(cfg)  # each checks its own values
+    # Each of these checks its own values.
+    _, method, schedule = scenario_settings(cfg), method_of(cfg), schedule_of(cfg)
+    if schedule.early_stop is not None and method.average is not None:
+        raise InputError(
+            "SCHEDULE.EARLY_STOP is for the weights that are trained, METHOD.AVERAGE saves an "
+            "average of them: disable one"
+        )
 
 
 def check_model_keys(cfg: CN, read: Collection[str]) -> None:
@@ -307,6 +317,10 @@ def identity(cfg: CN) -> dict[str, Any]:
         for key, value in leaves(cfg)
         if key not in RUNTIME_KEYS and not key.startswith("STAGE.")
     }
+    for section in _OPTIONAL:
+        keys = [key for key in kept if key.startswith(f"{section}.")]
+        if not any(is_set(key, kept[key]) for key in keys):
+            kept = {key: value for key, value in kept.items() if key not in keys}
     return json.loads(json.dumps(kept))
 
 

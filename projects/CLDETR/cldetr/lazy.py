@@ -2,7 +2,8 @@
 
 A LazyConfig is Python code and is executed: use only files that you trust. It defines
 
-    model                              L(...) that builds a detector; it has a `num_classes`
+    model                              L(...) that builds a detector; it has a `num_classes`. None
+                                       where the detector of `train.detector` brings its own
     dataloader.train, .test            settings, or an L(...) with `dataset.names`
     dataloader.evaluator               one more evaluator (or a list) beside ours: L(...)
     optimizer                          settings, or an L(...) with `lr` and `params`
@@ -97,13 +98,15 @@ def trust_package(name: str) -> None:
     _trusted.append(f"{name.partition('.')[0]}.")
 
 
-def read_lazy_config(path: str, overrides: Sequence[str], known: Collection[str]) -> dict[str, Any]:
+def read_lazy_config(
+    path: str, overrides: Sequence[str], known: Mapping[str, Any]
+) -> dict[str, Any]:
     """Runs a LazyConfig file; returns the YAML keys that it stands for, and their values.
 
     Args:
         path: of the file.
         overrides: `key=value` words.
-        known: every key of the YAML configs.
+        known: every key of the YAML configs, with its default.
     """
     try:
         tree = LazyConfig.load(path)
@@ -160,9 +163,11 @@ def LazyModel(cfg: CfgNode) -> nn.Module:  # noqa: N802 - a name in a registry o
 
 def _to_keys(tree: dict[str, Any], path: str, yaml_keys: Collection[str]) -> dict[str, Any]:
     """The YAML keys that the plain data of a LazyConfig stands for."""
-    if "_target_" not in (tree.get("model") or {}):
+    values: dict[str, Any] = {}
+    if "_target_" in (tree.get("model") or {}):
+        values["MODEL.META_ARCHITECTURE"] = "LazyModel"
+    elif (tree.get("scenario") or {}).get("protocol") != "extend":  # a detector is given there
         raise InputError(f"{path} defines no model: write model = L(Detector)(...)")
-    values: dict[str, Any] = {"MODEL.META_ARCHITECTURE": "LazyModel"}
     problems = []
     for name, settings in _SETTINGS.items():
         if name in tree:
@@ -213,7 +218,7 @@ def _take(tree: dict[str, Any], name: str) -> Any:
     return None
 
 
-def _override(tree: DictConfig, text: str, yaml_keys: Collection[str]) -> None:
+def _override(tree: DictConfig, text: str, yaml_keys: Mapping[str, Any]) -> None:
     """Sets one existing key, or one field of a settings section, from `key=value`."""
     key, equals, value = text.partition("=")
     if not equals:
@@ -222,6 +227,8 @@ def _override(tree: DictConfig, text: str, yaml_keys: Collection[str]) -> None:
     if key not in known:
         raise InputError(f"unknown key {key} on the command line{suggest(key, known)}")
     parsed = parse_value(value)
+    if isinstance(yaml_keys.get(_KEYS.get(key, key.upper())), str) and not isinstance(parsed, str):
+        parsed = value.strip("'\"")  # a text stays a text, even one that looks like a number
     try:
         targets = [*_targets({"_target_": parsed} if key.endswith("_target_") else parsed)]
         OmegaConf.update(tree, key, parsed, merge=False, force_add=True)

@@ -16,7 +16,7 @@ import itertools
 import random
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import numpy as np
@@ -371,6 +371,44 @@ def make_extension(
         ),
         given=tuple(given),
     )
+
+
+def hold_out(scenario: Scenario, share: float, seed: int) -> tuple[Scenario, Scenario]:
+    """Divides the images of each phase; returns the scenario without the held-out ones, and theirs.
+
+    At least one image of each phase is held out. An image that several phases have, as in the
+    traditional protocol, is held out of all of them.
+
+    Args:
+        scenario: its phases may have no image: a detector that is given has none.
+        share: of each phase's images that is held out.
+        seed: of the draw.
+    """
+    drawn: set[tuple[str, int]] = set()
+    for phase in scenario.phases:
+        images = [(phase.source, image) for image in phase.image_ids]
+        free = [image for image in images if image not in drawn]
+        random_state(seed).shuffle(free)
+        wanted = max(round(share * len(images)), 1) - (len(images) - len(free))
+        drawn.update(free[: max(wanted, 0)])
+
+    def part(phase: Phase, held: bool) -> Phase:
+        ids = phase.image_ids
+        return replace(
+            phase, image_ids=tuple(i for i in ids if ((phase.source, i) in drawn) == held)
+        )
+
+    rest, held = (
+        replace(scenario, phases=tuple(part(phase, held) for phase in scenario.phases))
+        for held in (False, True)
+    )
+    for phase in scenario.phases:
+        if phase.image_ids and not rest.phase(phase.index).image_ids:
+            raise InputError(
+                f"phase {phase.index} has {len(phase.image_ids)} images: too few to hold some of "
+                f"them out (a share of {share:g})"
+            )
+    return rest, held
 
 
 def _name_problems(data: Annotations, known: Sequence[Category]) -> list[str]:

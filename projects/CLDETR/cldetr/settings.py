@@ -115,6 +115,38 @@ class StageSchedule:
 
 
 @dataclass(frozen=True)
+class EarlyStop:
+    """Ends the training step of a phase where its AP on held-out images improves no more.
+
+    Attributes:
+        hold_out: share of each phase's images, drawn by SCENARIO.DATA_SEED, that is held out: no
+            stage trains on them, and none of them is an exemplar.
+        period: epochs between two evaluations on them.
+        patience: evaluations without a better AP until the stage goes on at its next learning rate
+            drop or, after the last drop, ends.
+    """
+
+    hold_out: float = 0.1
+    period: float = 1.0
+    patience: int = 5
+
+    def __post_init__(self) -> None:
+        key = "SCHEDULE.EARLY_STOP"
+        if not 0.0 < self.hold_out < 1.0:
+            raise InputError(
+                f"{key}.HOLD_OUT is a share of the images between 0 and 1, not {self.hold_out}"
+            )
+        if self.period <= 0:
+            raise InputError(f"{key}.PERIOD is a number of epochs above 0, not {self.period}")
+        if self.patience < 1:
+            raise InputError(f"{key}.PATIENCE is at least 1, not {self.patience}")
+
+    def period_steps(self, per_epoch: int) -> int:
+        """Steps between two evaluations."""
+        return max(round(self.period * per_epoch), 1)
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The stages' schedules: the first phase, the training step and the calibration step.
 
@@ -126,6 +158,7 @@ class Schedule:
     first: StageSchedule = StageSchedule(50.0, drops=(40.0,))
     train: StageSchedule = StageSchedule(40.0)
     calibrate: StageSchedule = StageSchedule(10.0, lr_scale=0.1)
+    early_stop: EarlyStop | None = None
 
 
 def add_keys(node: CfgNode, settings: Any) -> None:

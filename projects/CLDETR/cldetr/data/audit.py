@@ -69,10 +69,13 @@ def setting_warnings(
     Args:
         scenario: the scenario.
         data: its data sets by source.
-        cfg: reads MODEL.DETR (NUM_QUERIES, IN_FEATURES) and INPUT.
+        cfg: reads MODEL.DETR (NUM_QUERIES, IN_FEATURES), or the same of a LazyConfig's model, and
+            INPUT.
     """
+    lazy, detr = cfg.LAZY.get("model", {}), cfg.MODEL.DETR
     own_model = cfg.MODEL.META_ARCHITECTURE in ("DeformableDETR", "DETR")
-    finest = str(cfg.MODEL.DETR.IN_FEATURES[0])
+    own_model = own_model or {"num_queries", "in_features"} <= {*lazy}
+    finest = str(lazy.get("in_features", detr.IN_FEATURES)[0])
     stride = {"res2": 4, "res3": 8, "res4": 16, "res5": 32}.get(finest)
     stride = int(finest[6:]) if finest.startswith("stride") and finest[6:].isdecimal() else stride
     for phase in [phase for phase in scenario.phases if phase.image_ids]:
@@ -92,7 +95,7 @@ def setting_warnings(
             continue
         known = np.isin(labels, scenario.seen(phase.index))  # old ones may be pseudo-labelled
         per_image = np.bincount(owners[known], minlength=1)
-        queries, most = cfg.MODEL.DETR.NUM_QUERIES, int(per_image.max())
+        queries, most = lazy.get("num_queries", detr.NUM_QUERIES), int(per_image.max())
         if most > queries:
             yield (
                 f"{where}: {int((per_image > queries).sum()):,} images have more objects than the "

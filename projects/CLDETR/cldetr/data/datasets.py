@@ -10,6 +10,7 @@ A run registers, below `cldetr/<run directory>/`,
                               unlabelled images that came with the detector of phase 1
     exemplars1_revealed …     E_1:i with all classes seen so far (an oracle)
     test1, test2 …            all test images with the classes seen so far
+    held_out1, held_out2 …    images that an early stop holds out, with the annotations of D_i
 
 with metadata, so that Detectron2's loaders, `Visualizer` and `COCOEvaluator` take them by name.
 (Where data sets with the same image ids share a view, that evaluator cannot tell them apart; the
@@ -244,6 +245,45 @@ def register_replay(
     name = view_name(prefix, "replay", phase)
     _register(name, scenario, subsets, train)
     return name
+
+
+def register_held_out(
+    held_out: Scenario, train: Mapping[str, CocoData], prefix: str, kind: str = "phase"
+) -> list[str]:
+    """Registers the held-out images of each phase that has some and returns the names.
+
+    Args:
+        held_out: a scenario of these images alone (`cldetr.scenario.hold_out`).
+        train: the training data sets by source.
+        prefix: as in `register_views`.
+        kind: "phase", "joint" or "revealed": the view of `register_views` that is trained on.
+    """
+    names = []
+    for phase in held_out.phases:
+        if not phase.image_ids:
+            continue
+        subsets: Sequence[AnnotatedSubset] = (phase.subset(),)
+        if kind == "joint":
+            subsets = held_out.joint(phase.index)
+        elif kind == "revealed":
+            subsets = (held_out.revealed(phase.index),)
+        name = view_name(prefix, "held_out", phase.index)
+        metadata = {"scenario": held_out, "phase": phase.index}
+        data = {}  # an evaluator takes all images of a data set for those to be evaluated
+        for subset in subsets:
+            source = train[subset.source]
+            indices = np.sort(source.indices_of(subset.image_ids))
+            data[subset.source] = source.subset(indices, f"{source.name}, held out")
+        _register(name, held_out, subsets, data, metadata)
+        objects = (x for entry in DatasetCatalog.get(name) for x in entry["annotations"])
+        if all(x["iscrowd"] for x in objects):
+            raise InputError(
+                f"the {len(phase.image_ids)} held-out images of phase {phase.index} show no object "
+                "of its classes, an early stop cannot be decided on them: raise "
+                "SCHEDULE.EARLY_STOP.HOLD_OUT, or set another SCENARIO.DATA_SEED"
+            )
+        names.append(name)
+    return names
 
 
 def register_dataset(name: str, dataset: Dataset, like: str) -> None:

@@ -45,13 +45,16 @@ class StageWriter(EventWriter):
         parts = [
             f"{self.title}  {step}/{self.steps}",
             *self._times(storage, step),
-            f"loss {total:.3f}",
-            " ".join(
-                f"{key.removeprefix('loss_')} {value:.3f}"
-                for key, value in final.items()
-                if key.startswith("loss_")
-            ),
         ]
+        if losses:  # a stage that ends early may end before the first loss is logged
+            parts.append(f"loss {total:.3f}")
+            parts.append(
+                " ".join(
+                    f"{key.removeprefix('loss_')} {value:.3f}"
+                    for key, value in final.items()
+                    if key.startswith("loss_")
+                )
+            )
         if "pseudo/per_image" in storage.histories():
             parts.append(f"pseudo {self._median(storage, 'pseudo/per_image'):.1f}/image")
         parts.append(f"lr {storage.history('lr').latest():.2g}")

@@ -1,4 +1,4 @@
-"""Hooks of a training stage: exact checkpoints, and pictures for TensorBoard.
+"""Hooks of a training stage: exact checkpoints, early stop, and pictures for TensorBoard.
 
 Hooks see where they are through their trainer: `trainer.phase`, `trainer.stage`, `trainer.step` and
 `trainer.steps` within the stage, `trainer.iter` within the run.
@@ -7,7 +7,7 @@ Hooks see where they are through their trainer: `trainer.phase`, `trainer.stage`
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,18 @@ _SIDE = 320  # short side of each panel: a picture takes some 100 KB
 class CheckpointHook(HookBase):
     """Saves the state of the stage every `period` steps; exits on all ranks after a signal.
 
-    It is registered behind all other hooks, so that what it saves is the state after the step.
+    It is registered behind all other hooks, so that what it saves is the state after the step. An
+    early stop is carried out here for the same reason.
     """
 
-    def __init__(self, folder: Path, period: int, stop: StopRequest, meta: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        period: int,
+        stop: StopRequest,
+        meta: dict[str, Any],
+        early_stop: EarlyStopHook | None = None,
+    ) -> None:
         """Sets up the hook.
 
         Args:
@@ -47,8 +55,10 @@ class CheckpointHook(HookBase):
             period: steps between two of them; 0 for none but that of a stop.
             stop: knows of signals.
             meta: what a checkpoint says about itself.
+            early_stop: says where the stage ends before its last step.
         """
         self.folder = folder
+        self.early_stop = early_stop
         self.period = period
         self.stop = stop
         self.meta = meta
@@ -58,6 +68,8 @@ class CheckpointHook(HookBase):
         trainer = self.trainer
         done = trainer.step + 1
         signum = self.stop.after_step()
+        if self.early_stop is not None and self.early_stop.leave_for is not None:
+            self._leave(self.early_stop, self.early_stop.leave_for)
         due = self.period > 0 and done % self.period == 0
         if done < trainer.steps and (signum or due):
             from_rank0(
@@ -66,6 +78,117 @@ class CheckpointHook(HookBase):
         if signum and done < trainer.steps:
             logger.warning("stopped by signal %d after step %d; --resume goes on", signum, done)
             raise Interrupted(signum)
+
+    def _leave(self, early_stop: EarlyStopHook, step: int) -> None:
+        """Leaves the loop: for good, or for a later step, whose checkpoint is saved."""
+        trainer = self.trainer
+        done = trainer.step + 1
+        if step < trainer.steps:
+            logger.info(
+                "AP on held-out images improves no more after step %d: going on at step %d, where "
+                "the learning rate drops",
+                done,
+                step,
+            )
+            early_stop.waited = 0
+            for _ in range(step - done):
+                trainer.scheduler.step()
+            state = training_state(trainer, self.meta)
+            from_rank0(lambda: save_checkpoint(self.folder, step, state))
+        else:
+            logger.info("AP on held-out images improves no more: the stage ends, step %d", done)
+        raise LeaveStage(step)
+
+
+class LeaveStage(BaseException):
+    """Ends the loop over a stage's steps; Detectron2's loop takes it for no failure.
+
+    Attributes:
+        step: where the stage goes on; its last step where it is to end.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+
+class EarlyStopHook(HookBase):
+    """Evaluates on held-out images, keeps the best weights, and says where a stage should end.
+
+    Where the AP improves no more, the stage goes on at its next learning rate drop, and ends after
+    the last. What Detectron2's `BestCheckpointer` forgets at a restart, the best score and when it
+    was, is in the checkpoint here, with the weights: a resumed stage ends as if never interrupted.
+    """
+
+    def __init__(self, evaluate: Callable[[], float], period: int, patience: int) -> None:
+        """Sets up the hook.
+
+        Args:
+            evaluate: returns the AP on the held-out images, the same on all ranks.
+            period: steps between two evaluations.
+            patience: evaluations without a better AP that are too many.
+        """
+        self.evaluate = evaluate
+        self.period = period
+        self.patience = patience
+        self.leave_for: int | None = None  # the step to go on at, where it is not the next
+        self.taken = 0  # steps, without those that were passed over
+        self.waited = 0  # evaluations since the best one
+        self.evaluations: list[tuple[int, float]] = []  # steps done, AP
+        self.best: tuple[int, float] = (0, -1.0)
+        self.weights: dict[str, Tensor] = {}
+
+    def after_step(self) -> None:
+        """Evaluates where a period or the stage ends, and decides."""
+        trainer = self.trainer
+        done, steps = trainer.step + 1, trainer.steps
+        self.taken += 1
+        if done % self.period and done != steps:
+            return
+        score = self.evaluate()
+        trainer.storage.put_scalar("held_out/AP", score, smoothing_hint=False)
+        self.evaluations.append((done, score))
+        drops = [drop for drop in trainer.cfg.SOLVER.STEPS if drop < steps]
+        if any(done - self.period < drop <= done for drop in drops):
+            self.waited = 0  # a drop deserves a try of its own
+        if score > self.best[1]:
+            self.best, self.waited = (done, score), 0
+            state = trainer.detector.state_dict()
+            self.weights = {name: x.detach().to("cpu", copy=True) for name, x in state.items()}
+        elif self.best[1] > 0:  # a detector that finds nothing yet has not begun to learn
+            self.waited += 1
+        logger.info(
+            "phase %d %s, step %d: AP %.2f on held-out images; best %.2f after step %d, %d of %d "
+            "evaluations without a better one",
+            *(trainer.phase, trainer.stage, done, score),
+            *(self.best[1], self.best[0], self.waited, self.patience),
+        )
+        if self.waited >= self.patience and done < steps:
+            self.leave_for = min((drop for drop in drops if drop > done), default=steps)
+
+    def facts(self, planned: int) -> dict[str, Any]:
+        """What the record of a stage says that would take `planned` steps at most."""
+        done = self.evaluations[-1][0]
+        reason = f"no better AP in {self.patience} evaluations"
+        return {
+            "steps": self.taken,
+            "planned_steps": planned,
+            "early_stop": {
+                "ended": "the schedule's end" if done == planned else reason,
+                "passed_over": done - self.taken,
+                "best": {"step": self.best[0], "AP": self.best[1]},
+                "evaluations": [{"step": step, "AP": score} for step, score in self.evaluations],
+            },
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed stage goes on with."""
+        kept = ("taken", "waited", "evaluations", "best", "weights")
+        return {name: getattr(self, name) for name in kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on from a checkpoint."""
+        self.__dict__.update(state)
 
 
 class AverageHook(HookBase):

@@ -19,7 +19,7 @@ import torch
 from detectron2.config import CfgNode
 from detectron2.structures import Boxes, Instances
 
-from cldetr.config import check_keys, identity, method_of
+from cldetr.config import check_keys, identity, method_of, schedule_of
 from cldetr.data.audit import setting_warnings
 from cldetr.data.exemplars import phase_budget, resolve_budget
 from cldetr.engine.checkpoint import KEPT
@@ -146,6 +146,12 @@ def make_plan(
     plan.labels = {phase.index: _labels(data, phase.index) for phase in data.scenario.phases}
     plan.test_images = sum(len(test.image_ids) for test in data.test.values())
     plan.notes += data.consequences()
+    held_out = _held_out_images(plan.stages, cfg, data)
+    if held_out:
+        plan.notes.append(
+            f"SCHEDULE.EARLY_STOP may end a training step before the steps above; its evaluations "
+            f"are of {held_out:,} held-out images in all if it never does"
+        )
     _check_images(plan, cfg, data.scenario, processes)
     plan.notes += setting_warnings(data.scenario, data.train, cfg)
     detector = _note_problem(plan, build_model, cfg)
@@ -154,7 +160,8 @@ def make_plan(
     if cfg.MODEL.DETECTOR and Path(cfg.MODEL.DETECTOR).exists():
         _note_problem(plan, load_trained_detector, detector, cfg.MODEL.DETECTOR, data.scenario)
     weights, trained = _sizes(detector)
-    plan.disk = len(plan.stages) * weights + KEPT * (weights + 2 * trained)
+    best = weights if held_out else 0  # of an early stop, in each checkpoint
+    plan.disk = len(plan.stages) * weights + KEPT * (weights + best + 2 * trained)
     free = shutil.disk_usage(_existing(Path(cfg.OUTPUT_DIR))).free
     if free < plan.disk:
         plan.problems.append(
@@ -170,7 +177,9 @@ def make_plan(
         at_once = -(-share // cfg.SOLVER.ACCUMULATE)
         teacher = weights if method.needs_teacher else 0
         plan.memory = weights + 3 * trained + teacher + at_once * cost.activations
-        plan.hours = _seconds(plan, cost, method, share, processes) / 3600
+        evaluated = len(plan.labels) * plan.test_images + held_out
+        seconds = _seconds(plan, cost, method, share) + evaluated * cost.test / processes
+        plan.hours = seconds / 3600
         plan.device = f"{processes} × {cost.device}" if processes > 1 else cost.device
     return plan
 
@@ -239,13 +248,26 @@ def _cost_key(cfg: CfgNode, method: Method) -> str:
     return sha256_json([settings, asked])
 
 
-def _seconds(plan: Plan, cost: Cost, method: Method, share: int, processes: int) -> float:
+def _held_out_images(stages: Sequence[Stage], cfg: CfgNode, data: RunData) -> int:
+    """Images that the evaluations of an early stop see, each as often as it is evaluated."""
+    rule = schedule_of(cfg).early_stop
+    if rule is None:
+        return 0
+    return sum(
+        -(-stage.steps // rule.period_steps(stage.steps_per_epoch))
+        * data.size([data.name("held_out", stage.phase)])
+        for stage in stages
+        if stage.name == "train"
+    )
+
+
+def _seconds(plan: Plan, cost: Cost, method: Method, share: int) -> float:
+    """Seconds of all training steps."""
     total = 0.0
     for stage in plan.stages:
         taught = stage.name == "train" and stage.phase > 1 and method.needs_teacher
         total += stage.steps * share * (cost.step_with_teacher if taught else cost.step)
-    phases = len(plan.labels)
-    return total + phases * plan.test_images * cost.test / processes
+    return total
 
 
 def _note_problem(plan: Plan, call: Any, *inputs: Any) -> Any:

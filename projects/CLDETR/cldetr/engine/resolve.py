@@ -1,7 +1,8 @@
 """Fills in what a config leaves to a trained detector, to the data and to the machine.
 
-A value of −1 means "from the data": MODEL.DETR.NUM_QUERIES, INPUT.MIN_SIZE_TRAIN and MIN_SIZE_TEST,
-SOLVER.IMS_PER_BATCH and ACCUMULATE. What was chosen is logged and stands in RUN/config.yaml.
+A value of −1 means "from the data": MODEL.DETR.NUM_QUERIES (`model.num_queries` of a LazyConfig),
+INPUT.MIN_SIZE_TRAIN and MIN_SIZE_TEST, SOLVER.IMS_PER_BATCH and ACCUMULATE. What was
+chosen is logged and stands in RUN/config.yaml.
 """
 
 from __future__ import annotations
@@ -125,10 +126,12 @@ def _last_weights(root: Path) -> tuple[int, str]:
 def _follow_data(cfg: CfgNode, data: RunData, detector: CfgNode | None) -> None:
     """Chooses the values that follow from the data."""
     sources = [*data.train.values(), *data.test.values()]
-    if cfg.MODEL.DETR.NUM_QUERIES == FROM_DATA:
-        objects = max(int(np.diff(source.starts).max(initial=0)) for source in sources)
-        # Twice as many: pseudo-labels come on top, and queries must be left for background.
-        cfg.MODEL.DETR.NUM_QUERIES = max(math.ceil(2 * objects / 10) * 10, 20)
+    objects = max(int(np.diff(source.starts).max(initial=0)) for source in sources)
+    # Twice as many: pseudo-labels come on top, and queries must be left for background.
+    queries = max(math.ceil(2 * objects / 10) * 10, 20)
+    for node, key in ((cfg.MODEL.DETR, "NUM_QUERIES"), (cfg.LAZY.get("model", {}), "num_queries")):
+        if node.get(key) == FROM_DATA:
+            node[key] = queries
     heights = np.concatenate([source.heights for source in data.train.values()])
     widths = np.concatenate([source.widths for source in data.train.values()])
     sides = np.sort(np.stack([heights, widths]), axis=0)  # (2, I), the short one first

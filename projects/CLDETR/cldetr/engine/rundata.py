@@ -13,13 +13,14 @@ from detectron2.data import DatasetCatalog
 from torch.utils.data import Dataset
 from tqdm import tqdm
 
-from cldetr.config import method_of, scenario_settings
+from cldetr.config import method_of, scenario_settings, schedule_of
 from cldetr.data.audit import audit_scenario, setting_warnings
 from cldetr.data.coco import CocoData
 from cldetr.data.datasets import (
     read_dataset,
     register_dataset,
     register_exemplars,
+    register_held_out,
     register_replay,
     register_views,
     unregister_views,
@@ -44,6 +45,7 @@ from cldetr.scenario import (
     BASE,
     DETECTOR,
     Scenario,
+    hold_out,
     make_extension,
     make_scenario,
     make_separate_scenario,
@@ -75,6 +77,11 @@ class RunData:
         self.scenario = self._extension() if self.extends else self._scenario()
         unregister_views(self.prefix)
         self.skip_empty = bool(cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS)
+        early_stop = schedule_of(cfg).early_stop
+        if early_stop is not None:
+            seed = scenario_settings(cfg).data_seed
+            self.scenario, held_out = hold_out(self.scenario, early_stop.hold_out, seed)
+            register_held_out(held_out, self.train, self.prefix, method_of(cfg).view)
         register_views(self.scenario, self.train, self.test, self.prefix, self.skip_empty)
 
     @property

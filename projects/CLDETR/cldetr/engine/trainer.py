@@ -20,7 +20,7 @@ from detectron2.utils import comm
 from detectron2.utils.events import EventWriter, JSONWriter, TensorboardXWriter
 from torch import nn
 
-from cldetr.config import check_keys, check_model_keys, identity, method_of, watch_keys
+from cldetr.config import check_keys, check_model_keys, identity, method_of, schedule_of, watch_keys
 from cldetr.data.loader import build_test_loader, build_train_loader
 from cldetr.engine.checkpoint import (
     RunCheckpointer,
@@ -36,6 +36,8 @@ from cldetr.engine.hooks import (
     AverageHook,
     CheckpointHook,
     DivergenceHook,
+    EarlyStopHook,
+    LeaveStage,
     SnapshotHook,
     finite_weights,
 )
@@ -118,6 +120,7 @@ class IncrementalTrainer(TrainerBase):
         check_model_keys(self.run_cfg, read)
         self.method.check(self.detector)
         self.phase, self.stage = 1, "train"
+        self.early_stop: EarlyStopHook | None = None  # of the present stage
         self._begun = False
         self._offset = 0  # training steps of the stages that are done
         self._inputs: dict[str, str] = {}  # digest of the weights that the next stage starts from
@@ -218,6 +221,8 @@ class IncrementalTrainer(TrainerBase):
                 return to_scalars(self.test(self.cfg, self.detector))
 
             chain.append(hooks.EvalHook(cfg.TEST.EVAL_PERIOD, evaluate, eval_after_train=False))
+        if self.early_stop is not None:
+            chain.append(self.early_stop)
         if comm.is_main_process():
             if cfg.LOG_IMAGES and cfg.VIS_PERIOD:
                 chain.append(SnapshotHook(cfg))
@@ -363,8 +368,7 @@ class IncrementalTrainer(TrainerBase):
         learner = training_learner(
             self.detector, method, self.data.scenario, phase, old_model=self.detector
         )
-        kind = "joint" if method.joint else "revealed" if method.reveal_old else "phase"
-        datasets = [self.data.name(kind, phase)]
+        datasets = [self.data.name(method.view, phase)]
         replays = method.memory is not None and method.memory.replay
         if phase > 1 and (replays or self.data.scenario.unlabelled()):
             before = self.ledger.folder(phase - 1, "select") if replays else None
@@ -456,6 +460,9 @@ class IncrementalTrainer(TrainerBase):
                 "memory_mb": memory_mb(),
                 **self._pseudo_facts(learner),
             }
+            if self.early_stop is not None:
+                facts |= self.early_stop.facts(stage.steps)
+                load_into(self.detector, self.early_stop.weights, "the best evaluation")
             from_rank0(lambda: self._save(phase, name, inputs, facts))
         self._load(folder / "model.pth")
         self._offset += stage.steps
@@ -465,6 +472,7 @@ class IncrementalTrainer(TrainerBase):
         self.stage = stage.name
         self.cfg = stage_config(self.run_cfg, stage, self.data.name("test", stage.phase))
         self.learner = learner
+        self.early_stop = self._make_early_stop(stage)
         meta = self._describe(stage.phase, stage.name)
         self.optimizer = self.build_optimizer(self.cfg, self.detector)
         self.scheduler = self.build_lr_scheduler(self.cfg, self.optimizer)
@@ -485,8 +493,13 @@ class IncrementalTrainer(TrainerBase):
         self.register_hooks([*self.build_hooks(), DivergenceHook()])
         if self.method.average is not None and stage.phase > 1:
             self.register_hooks([AverageHook(self.method.average.decay)])
-        self.register_hooks([CheckpointHook(folder / "checkpoints", period, self._stop, meta)])
-        first = self._restore(folder / "checkpoints")
+        if self.early_stop is not None and self.early_stop not in self._hooks:
+            self.register_hooks([self.early_stop])  # a subclass builds other hooks
+        checkpoints = folder / "checkpoints"
+        self.register_hooks(
+            [CheckpointHook(checkpoints, period, self._stop, meta, self.early_stop)]
+        )
+        first = self._restore(checkpoints)
         logger.info(
             "phase %d/%d %s: %d images, %d steps of %d, %s",
             stage.phase,
@@ -497,11 +510,17 @@ class IncrementalTrainer(TrainerBase):
             stage.batch,
             f"from step {first}" if first else "from the start",
         )
+        reached = stage.steps
         try:
             super().train(self._offset + first, self._offset + stage.steps)
+        except LeaveStage as leave:
+            reached = leave.step
         finally:
             self._trainer.close()
             self.cfg = self.run_cfg
+        if reached < stage.steps:
+            self._run_stage(stage, learner, folder)  # from the checkpoint of that step
+            return
         if learner.pseudo_images and learner.pseudo_empty > 0.9 * learner.pseudo_images:
             logger.warning(
                 "phase %d %s: %d of %d images got no pseudo-label: the old model may not know "
@@ -511,6 +530,23 @@ class IncrementalTrainer(TrainerBase):
                 learner.pseudo_empty,
                 learner.pseudo_images,
             )
+
+    def _make_early_stop(self, stage: Stage) -> EarlyStopHook | None:
+        """The hook of SCHEDULE.EARLY_STOP; None where the stage does not have it.
+
+        Calibration has none: held-out images show the new classes alone, it is for the old, too.
+        """
+        rule = schedule_of(self.run_cfg).early_stop
+        if rule is None or stage.name != "train":
+            return None
+        cfg, name = self.cfg, self.data.name("held_out", stage.phase)
+
+        def evaluate() -> float:
+            loader = self.build_test_loader(cfg, name)
+            results = run_evaluator(self.detector, loader, IncrementalEvaluator.from_dataset(name))
+            return from_rank0(lambda: float(results["all"]["AP"]))
+
+        return EarlyStopHook(evaluate, rule.period_steps(stage.steps_per_epoch), rule.patience)
 
     def _restore(self, folder: Path) -> int:
         """Loads the newest checkpoint of a stage, the same on all ranks; returns its step."""

@@ -159,6 +159,11 @@ class Method:
         """Whether the training step asks the old model."""
         return self.pseudo is not None or self.distill is not None
 
+    @property
+    def view(self) -> str:
+        """The images and annotations of a phase that it trains on (`cldetr.data.datasets`)."""
+        return "joint" if self.joint else "revealed" if self.reveal_old else "phase"
+
 
 # CL-DETR as the paper has it.
 CLDETR = Method("cldetr", pseudo=PseudoRule(), memory=MemoryRule(), calibrate=CalibrationRule())

@@ -40,6 +40,11 @@ class Stage:
         """Training steps; none in stages that do not train."""
         return int(self.number("steps") or 0)
 
+    @property
+    def span(self) -> int:
+        """Steps of the run's count that the stage takes up, those that an early stop spared too."""
+        return int(self.number("planned_steps") or self.steps)
+
     def number(self, key: str) -> float | None:
         """A fact that is a number, if it is there."""
         value = self.facts.get(key)

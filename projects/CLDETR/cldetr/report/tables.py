@@ -108,8 +108,8 @@ def training_spans(run: Run) -> list[Span]:
     spans, first = [], 0
     for stage in run.stages:
         if stage.steps:
-            spans.append(Span(stage.phase, stage.name, first, first + stage.steps))
-            first += stage.steps
+            spans.append(Span(stage.phase, stage.name, first, first + stage.span))
+            first += stage.span
     reached = int(run.curve[-1]["iteration"]) + 1 if run.curve else 0
     if run.under_way and reached > first:
         spans.append(Span(*run.under_way, first, reached))
