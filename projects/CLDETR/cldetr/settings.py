@@ -37,8 +37,9 @@ class ScenarioSettings:
 
     Attributes:
         name: class counts of the phases, as A+B, A+XxY or A+B+C…
-        protocol: "strict", the paper's, "traditional" (supplement A), or "extend": add the
-            categories of DATASETS.TRAIN to MODEL.DETECTOR, without its data.
+        protocol: "strict", the paper's, "traditional" (supplement A), "extend": add the
+            categories of DATASETS.TRAIN to MODEL.DETECTOR, without its data, or "domains": the same
+            categories in each data set of DATASETS.TRAIN, images of another kind in each phase.
         order: of the classes: "id", "seed" or "released".
         class_seed: of the class order "seed".
         data_seed: of the division of the images.
@@ -52,7 +53,7 @@ class ScenarioSettings:
     """
 
     name: str = "70+10"
-    protocol: Literal["strict", "traditional", "extend"] = "strict"
+    protocol: Literal["strict", "traditional", "extend", "domains"] = "strict"
     order: str = "seed"
     class_seed: int = 0
     data_seed: int = 0

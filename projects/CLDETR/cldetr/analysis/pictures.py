@@ -151,7 +151,10 @@ class RunArtist:
 
     def hides(self, phase: int) -> bool:
         """Whether a phase has old objects that it is not shown and that its file knows."""
-        return not self.shows_all and knows_old_classes(self.data, phase)
+        old, shown = self.scenario.old(phase), self.scenario.phase(phase).annotated
+        if self.shows_all or set(old) <= set(shown):
+            return False
+        return knows_old_classes(self.data, phase)
 
     def choose(
         self, phase: int, view: View, images: Sequence[int] | None, sample: int
@@ -214,7 +217,7 @@ class RunArtist:
         return draw_scene(examine_image(learner, entry, self.names, hidden))
 
     def _matching_caption(self, phase: int) -> str:
-        if phase == 1 or self.method.pseudo is None:
+        if phase == 1 or self.method.pseudo is None or not self.scenario.hides_seen(phase):
             return "labels (green) and the predictions that they are matched with (yellow)."
         text = "ground truth of the new classes (green) merged with the old model's pseudo-labels "
         text += "(blue), and the predictions that they are matched with (yellow), one to one."

@@ -20,7 +20,13 @@ from cldetr.data.manifest import save_manifest
 from cldetr.errors import InputError
 from cldetr.files import write_json
 from cldetr.report.pages import write_audit_page
-from cldetr.scenario import BASE, Scenario, make_scenario, make_separate_scenario
+from cldetr.scenario import (
+    BASE,
+    Scenario,
+    make_domain_scenario,
+    make_scenario,
+    make_separate_scenario,
+)
 
 ORDERS = ("id", "seed", "released")
 WIDTH = 96  # columns of the printed tables
@@ -63,9 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--protocol",
-        choices=("strict", "traditional"),
+        choices=("strict", "traditional", "domains"),
         default="strict",
-        help="disjoint images (the paper's, default), or all images with an object of the phase",
+        help="disjoint images (the paper's, default), all images with an object of the phase, or "
+        "with --phases-from the same classes in each data set, a domain",
     )
     how.add_argument(
         "--order",
@@ -116,7 +123,11 @@ def describe(
     scenario: Scenario, audit: Mapping[str, Any], data: Mapping[str, CocoData]
 ) -> Iterator[str]:
     """The lines that the command prints: phases, objects per class, and the audit's findings."""
-    how = {"strict": "disjoint images", "traditional": "images with objects of the phase"}
+    how = {
+        "strict": "disjoint images",
+        "traditional": "images with objects of the phase",
+        "domains": "the same classes in each data set",
+    }
     seeds = [
         f"{what} seed {seed}"
         for what, seed in (("class", scenario.class_seed), ("data", scenario.data_seed))
@@ -217,7 +228,10 @@ def _make(args: argparse.Namespace) -> tuple[Scenario, dict[str, CocoData]]:
             replace(data, name=f"phase{index}")
             for index, data in enumerate(_read(args.phases_from, args), start=1)
         ]
-        return make_separate_scenario(sets), {data.name: data for data in sets}
+        make = make_domain_scenario if args.protocol == "domains" else make_separate_scenario
+        return make(sets), {data.name: data for data in sets}
+    if args.protocol == "domains":
+        raise InputError("--protocol domains needs a data set for each domain: --phases-from")
     if args.annotations is None:
         raise InputError("give --annotations DATA, or --phases-from DATA DATA …")
     if (args.scenario is None) == (args.phases is None):
