@@ -456,9 +456,7 @@ def _cut(sizes: Sequence[int], images: int, seed: int, released: bool) -> list[n
     return np.split(shuffled, ends)[: len(sizes)]
 
 
-def _separate_problems(
-    datasets: Sequence[Annotations], same_content: bool = False
-) -> list[str]:
+def _separate_problems(datasets: Sequence[Annotations], same_content: bool = False) -> list[str]:
     """What keeps data sets from being phases; `same_content`: images alone may differ."""
     problems = [] if datasets else ["no data set was given"]
     names: dict[str, int] = {}

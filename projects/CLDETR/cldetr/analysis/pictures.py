@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,9 +134,13 @@ class RunArtist:
         if indices:
             models = self._before_and_after(phase)
         for entry in (tests[index] for index in indices):
+            name, which = str(entry["image_id"]), f"test image {entry['image_id']}"
+            if self.scenario.protocol == "domains":  # ids of their test sets may be the same
+                source = entry["source"]
+                which, name = f"{which} of {source}", re.sub(r"[^\w-]", "_", f"{source}_{name}")
             yield (
-                f"phase{phase}_predictions_{entry['image_id']}.png",
-                f"Phase {phase}, test image {entry['image_id']}: ground truth of the classes seen "
+                f"phase{phase}_predictions_{name}.png",
+                f"Phase {phase}, {which}: ground truth of the classes seen "
                 f"so far, and what the models find {'before and ' * (phase > 1)}after the phase "
                 f"(score above {_SCORE}; right at IoU 0.5).",
                 self._predictions(models, entry),

@@ -9,8 +9,8 @@ A run registers, below `cldetr/<run directory>/`,
     replay2 …                 D_i ∪ E_1:i−1, where the training step replays exemplars, with the
                               unlabelled images that came with the detector of phase 1
     exemplars1_revealed …     E_1:i with all classes seen so far (an oracle)
-    test1, test2 …            all test images with the classes seen so far (the images of all domains
-                              where the phases are domains, later ones among them)
+    test1, test2 …            all test images with the classes seen so far; those of all
+                              domains where the phases are domains, later ones among them
 
 with metadata, so that Detectron2's loaders, `Visualizer` and `COCOEvaluator` take them by name.
 (Where data sets with the same image ids share a view, that evaluator cannot tell them apart; the

@@ -261,9 +261,7 @@ class RunData:
         if len(loaded) == 1 and not (part == "TRAIN" and self.extends):
             return {BASE: loaded[0]}
         names = _distinct_names(loaded)
-        return {
-            name: replace(data, name=name) for name, data in zip(names, loaded, strict=True)
-        }
+        return {name: replace(data, name=name) for name, data in zip(names, loaded, strict=True)}
 
     def _read_train(self, trim: bool, held_out: bool) -> dict[str, CocoData]:
         """The training data sets without the images that are held out, or these alone."""

@@ -195,7 +195,6 @@ class IncrementalEvaluator(DatasetEvaluator):
             },
         }
 
-
     def _score_domains(self, matching: Matching) -> dict[str, Any]:
         truth, labels = self._truth, np.sort(list(self._names))
         counted = truth.images_with(labels) if self._restrict_images else True

@@ -224,7 +224,7 @@ class _Reader:
         ]
 
 
-def _shape(name: str, optional: Mapping[str, Any] | None = None, **fields: Any) -> Any:
+def _shape(name: str, optional: Mapping[str, Any] | None = None, /, **fields: Any) -> Any:
     others = [(key, kind | None, None) for key, kind in (optional or {}).items()]
     return msgspec.defstruct(name, [*fields.items(), *others])
 
