@@ -111,8 +111,8 @@ def _contradictions(scenario: Scenario) -> list[str]:
             problems.append(f"phase {phase.index} is where phase {index} should be")
         if phase.source not in sources:
             problems.append(f"phase {index} is of the data set {phase.source!r}, not listed")
-        may_be_known = scenario.protocol == "domains" and index > 1
-        labels = phase.annotated if may_be_known else phase.classes
+        later_domain = scenario.protocol == "domains" and index > 1  # it brings no new class
+        labels = phase.refreshed if later_domain else phase.classes
         if not labels or not set(phase.annotated) <= set(range(len(scenario.categories))):
             problems.append(f"phase {index}: classes are not indices of the categories")
         if not phase.image_ids and phase.source != DETECTOR:
