@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cldetr.data.coco import load_coco
 from cldetr.errors import InputError
-from cldetr.scenario import make_scenario, make_separate_scenario
+from cldetr.scenario import make_domain_scenario, make_scenario, make_separate_scenario
 
 from .coco_files import VAL2017_BOXES, VAL2017_SPLITS, Labels
 
@@ -321,3 +321,51 @@ def test_conflicts_between_separate_data_sets_are_told_at_once():
     assert "set 2 brings no new category" in message
     assert "both named set 0" in message
     assert "set 0 has no image" in message
+
+
+def test_domains_teach_the_same_classes_by_name():
+    names = ["cat", "dog", "bird"]
+    made = make_domain_scenario(
+        separate((names, [[0], [1, 2]]), (["bird", "cat", "dog"], [[0], [1]]), (["dog"], [[0]]))
+    )
+    assert made.name == "3 domains"
+    assert [c.name for c in made.categories] == names
+    assert [phase.classes for phase in made.phases] == [(0, 1, 2), (), ()]
+    assert [phase.annotated for phase in made.phases] == [(0, 1, 2), (2, 0, 1), (1,)]
+    assert [phase.taught for phase in made.phases] == [(0, 1, 2), (2, 0, 1), (1,)]
+    assert [made.seen(i) for i in (1, 2, 3)] == [(0, 1, 2)] * 3
+    assert [made.old(i) for i in (1, 2, 3)] == [(), (0, 1, 2), (0, 1, 2)]
+    assert [made.future(i) for i in (1, 2, 3)] == [(), (), ()]
+    assert [part.source for part in made.joint()] == ["set 0", "set 1", "set 2"]
+    # Only the third domain may show objects of classes that it does not list.
+    assert [made.hides_seen(i) for i in (1, 2, 3)] == [False, False, True]
+
+
+def test_where_classes_arrive_earlier_images_hide_later_ones():
+    made = make_scenario("2+1", Labels(3, [[0, 1, 2]] * 9))
+    assert [made.hides_seen(i) for i in (1, 2)] == [False, True]
+
+
+def test_domains_may_share_an_annotation_file():
+    sets = separate((["car"], [[0]]), (["car"], [[0]]))  # as clear and foggy streets do
+    sets[1].fingerprint = sets[0].fingerprint
+    assert len(make_domain_scenario(sets).phases) == 2
+
+
+def test_what_is_no_domain_is_told_at_once():
+    sets = separate((["cat"], [[0]]), (["cat", "dog"], [[0, 1]]), (["Cat"], [[0]]), (["cat"], []))
+    with pytest.raises(InputError) as caught:
+        make_domain_scenario(sets)
+    message = str(caught.value)
+    assert "set 1 has dog, unknown to set 0" in message
+    assert "set SCENARIO.PROTOCOL to strict" in message
+    assert "set 2 says 'Cat' where set 0 says 'cat'" in message
+    assert "set 3 has no image" in message
+    with pytest.raises(InputError, match="give a data set for each domain"):
+        make_domain_scenario(sets[:1])
+
+
+def test_a_data_set_without_new_categories_is_told_of_domains():
+    sets = separate((["cat"], [[0]]), (["cat"], [[0]]))
+    with pytest.raises(InputError, match=r"SCENARIO\.PROTOCOL to domains"):
+        make_separate_scenario(sets)

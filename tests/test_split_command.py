@@ -168,6 +168,32 @@ def test_files_of_their_own_become_phases(tmp_path, capsys):
     assert "1 of old classes" in capsys.readouterr().out
 
 
+def test_files_of_the_same_categories_become_domains(tmp_path, capsys):
+    files = [
+        write(tmp_path / "a" / "ann.json", coco(2, ("cat", "dog"), [(1, 1), (2, 2)])),
+        write(tmp_path / "b" / "ann.json", coco(3, ("dog", "cat"), [(1, 1), (3, 2), (3, 2)])),
+    ]
+    out = tmp_path / "out"
+    words = ("--phases-from", *files, "--protocol", "domains", "--out", out, "--write-json")
+    assert split(*words) == 0
+    text = capsys.readouterr().out
+    assert "2 domains: domains (the same classes in each data set)" in text
+    assert "phase 2: 0 objects left unannotated" in text
+    second = json.loads((out / "audit.json").read_text())["phases"][1]
+    assert second["classes"] == 2
+    assert second["instances_per_class"] == {"dog": 1, "cat": 2}
+    assert "images of another domain" in (out / "audit.html").read_text()
+    # The file of a phase trains to the same: labels are those of the first domain.
+    content = json.loads((out / "phase2.json").read_text())
+    assert [c["name"] for c in content["categories"]] == ["cat", "dog"]
+    assert [ann["category_id"] for ann in content["annotations"]] == [2, 1, 1]
+
+
+def test_domains_of_one_file_are_refused(annotations, capsys):
+    assert split("--annotations", annotations, "--scenario", "5+3", "--protocol", "domains") == 2
+    assert "--phases-from" in capsys.readouterr().err
+
+
 def test_files_that_share_images_are_found_out(tmp_path, capsys):
     files = [
         write(tmp_path / "a.json", coco(3, ("cat",), [(1, 1)])),

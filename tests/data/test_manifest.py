@@ -17,7 +17,12 @@ from cldetr.data.manifest import (
 )
 from cldetr.errors import InputError
 from cldetr.files import sha256_json
-from cldetr.scenario import Category, make_scenario, make_separate_scenario
+from cldetr.scenario import (
+    Category,
+    make_domain_scenario,
+    make_scenario,
+    make_separate_scenario,
+)
 
 from ..coco_files import Labels
 
@@ -50,6 +55,32 @@ def test_manifest_of_separate_data_sets_gives_the_scenario_back(tmp_path):
     made = separate_toy()
     save_manifest(made, tmp_path / "manifest.json")
     assert load_manifest(tmp_path / "manifest.json") == made
+
+
+def domain_toy():
+    sets = [Labels(3, [[0, 1], [2]], name="clear"), Labels(2, [[0], [1]] * 2, name="fog")]
+    return make_domain_scenario(sets)
+
+
+def test_manifest_of_domains_gives_the_scenario_back(tmp_path):
+    made = domain_toy()
+    save_manifest(made, tmp_path / "manifest.json")
+    assert load_manifest(tmp_path / "manifest.json") == made
+    first, second = json.loads((tmp_path / "manifest.json").read_text())["phases"]
+    assert (second["classes"], second["refreshed"]) == ([], [0, 1])
+    assert second["class_names"] == first["class_names"][:2]
+
+
+@pytest.mark.parametrize(
+    "change", [{"refreshed": [0, 3]}, {"refreshed": []}, {"refreshed": [1, 1]}]
+)
+def test_a_domain_whose_classes_cannot_be_is_refused(tmp_path, change):
+    content = json.loads(json.dumps(manifest_content(domain_toy())))
+    content["phases"][1].update(change)
+    path = tmp_path / "manifest.json"
+    path.write_text(json.dumps({**content, "hash": sha256_json(content)}))
+    with pytest.raises(InputError, match="phase 2"):
+        load_manifest(path)
 
 
 def test_manifest_is_readable_and_holds_names_and_ids(tmp_path):

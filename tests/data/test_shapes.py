@@ -19,6 +19,7 @@ from cldetr.data.shapes import (
     ensure_shapes,
 )
 from cldetr.data.silhouettes import SILHOUETTES, draw_silhouette
+from cldetr.data.textures import LOOKS
 from cldetr.errors import InputError
 
 SMALL = ShapesOptions(train_images=60, val_images=20, seed=3)
@@ -53,6 +54,45 @@ def test_the_default_data_set_never_changes():
             for part in (scene.pixels, scene.labels, scene.boxes, scene.areas):
                 digest.update(part.tobytes())
     assert digest.hexdigest() == "3a99f553a0aa8e9949cf1a95d514a5d94355f920c77a02b2ece0b884f8ac99b1"
+
+
+def test_the_default_look_is_not_stated_so_that_older_data_sets_stay_valid(data):
+    """Runs know their data by the bytes of the annotation file."""
+    content = json.loads(data.annotations("train").read_text())
+    assert content["info"].keys() == {"description", *vars(SMALL)} - {"look"}
+    assert "look" not in json.loads((data.root / MARKER).read_text())["request"]
+
+
+def test_looks_show_the_same_objects_in_other_pictures():
+    for index in range(5):
+        scenes = {
+            look: draw_image(ShapesOptions(seed=3, look=look), "train", index) for look in LOOKS
+        }
+        painted = scenes.pop("painted")
+        assert scenes.keys() == {"sketch", "night"}
+        for scene in scenes.values():
+            for part in ("labels", "boxes", "areas", "hidden"):
+                assert np.array_equal(getattr(scene, part), getattr(painted, part))
+        # Ink and paper are grey, up to the grain of ±4; paper is most of a sketch.
+        sketch = scenes["sketch"].pixels.astype(int)
+        assert np.ptp(sketch, axis=-1).max() <= 8
+        assert np.median(sketch) > 190
+        # A fifth of the light: 255 / 5, the blue tint of 14, noise of up to 12, and the grain.
+        assert scenes["night"].pixels.max() <= 51 + 14 + 12 + 4
+
+
+def test_a_sketch_has_ink_around_each_object_and_none_inside_or_outside():
+    options = ShapesOptions(seed=3, look="sketch", most_objects=1)
+    scene = draw_image(options, "train", 1)  # one square
+    dark = scene.pixels.max(axis=-1) < 120
+    inked = np.argwhere(dark)
+    x0, y0, x1, y1 = scene.boxes[0]
+    assert np.abs(inked.min(axis=0) - (y0, x0)).max() <= 1.5
+    assert np.abs(inked.max(axis=0) + 1 - (y1, x1)).max() <= 1.5
+    regions, count = ndimage.label(~dark)  # outside and inside
+    assert count == 2
+    inside = regions[round((y0 + y1) / 2), round((x0 + x1) / 2)]
+    assert inside != regions[0, 0]
 
 
 def test_an_image_does_not_depend_on_how_many_there_are():

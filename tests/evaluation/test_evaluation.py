@@ -5,6 +5,7 @@ import logging
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,45 @@ def test_every_group_equals_pycocotools_with_cat_ids_restricted(problem, phase):
         f"class {label}": expected([label]) for label in scenario.seen(phase)
     }
     json.dumps(entry, allow_nan=False)
+
+
+@pytest.fixture
+def domains():
+    """Two test sets of the same six classes with the same image ids, and detections on each."""
+    rng = np.random.default_rng(8)
+    sets = [make_data(rng, images=20, classes=6, without=[5]) for _ in range(2)]
+    sets[1] = replace(sets[1], image_ids=sets[0].image_ids, name="fog")
+    found = [make_detections(rng, data) for data in sets]
+    scenario = make_scenario(sets[0].categories, range(6))
+    later = Phase(2, (), (), "fog", refreshed=tuple(range(6)))
+    phases = (*scenario.phases, later)
+    return sets, found, replace(scenario, protocol="domains", phases=phases)
+
+
+@pytest.mark.parametrize("phase", [1, 2])
+def test_each_domain_equals_pycocotools_on_its_own_test_set(domains, phase):
+    sets, found, scenario = domains
+    truth = GroundTruth.join([GroundTruth.from_coco(data, range(6)) for data in sets])
+    batch = []
+    for data, detections in zip(sets, found, strict=True):
+        for entry, output in split_by_image(data, detections):
+            batch.append(({**entry, "source": data.name}, output))
+
+    entry = evaluate(IncrementalEvaluator(truth, scenario, phase), batch)
+
+    clear, fog = (run_pycocotools(*each)[1] for each in zip(sets, found, strict=True))
+    assert clear["AP"] != fog["AP"]
+    assert entry["domains"] == {"random": clear, "fog": fog}  # the one to come, too
+    assert entry["groups"] == [clear, fog][:phase]
+    assert entry["old"] == (None if phase == 1 else clear)
+    assert entry["new"] == [clear, fog][phase - 1]
+    for metric in METRICS:
+        seen = [scores[metric] for scores in (clear, fog)[:phase]]
+        assert entry["all"][metric] == pytest.approx(sum(seen) / phase)
+    one = [run_pycocotools(*each, labels=[3])[1]["AP"] for each in zip(sets, found, strict=True)]
+    assert entry["per_category"]["class 3"]["AP"] == pytest.approx(sum(one[:phase]) / phase)
+    assert entry["per_category"]["class 5"]["AP"] is None
+    assert to_scalars(entry)["group1/AP"] == clear["AP"]
 
 
 def test_class_without_object_is_none_and_does_not_lower_its_group(problem):

@@ -8,6 +8,7 @@ import pytest
 from cldetr.errors import InputError
 from cldetr.evaluation.average_precision import METRICS
 from cldetr.evaluation.results import (
+    format_entry,
     format_matrix,
     format_table,
     load_results,
@@ -187,3 +188,82 @@ def test_matrix_of_many_phases_stays_within_a_hundred_columns():
     text = format_matrix({"matrix": matrix})
     assert max(map(len, text.splitlines())) <= 100
     assert text.count("100.0") == count * (count + 1) // 2
+
+
+def domain_entry(phase, aps):
+    """An evaluation on domains called clear, fog and night, those to come too."""
+    seen = aps[:phase]
+    return {
+        **make_entry(phase, sum(seen) / phase, seen, stage="train"),
+        "domains": dict(zip(("clear", "fog", "night"), map(scores, aps), strict=True)),
+    }
+
+
+@pytest.fixture
+def domain_results():
+    phases = [
+        domain_entry(1, [60.0, 20.0, 10.0]),
+        domain_entry(2, [45.0, 50.0, 15.0]),
+        domain_entry(3, [48.0, 30.0, 42.0]),
+    ]
+    return summarise(phases, scenario="3 domains", method="finetune")
+
+
+def test_domains_have_their_ap_after_each_phase_and_what_was_lost(domain_results):
+    domains = domain_results["domains"]
+    assert domains["names"] == ["clear", "fog", "night"]
+    assert domains["matrix"] == [[60.0, 20.0, 10.0], [45.0, 50.0, 15.0], [48.0, 30.0, 42.0]]
+    assert domains["mean"] == [60.0, 47.5, 40.0]  # (45 + 50) / 2, (48 + 30 + 42) / 3
+    assert domains["forgetting"] == [12.0, 20.0, None]  # 60 − 48, 50 − 30
+    assert domains["mean_forgetting"] == 16.0
+    assert domain_results["fpp"]["AP"] == 12.0
+    assert domain_results["backward_transfer"] == -16.0
+    assert domain_results["matrix"][1] == [45.0, 50.0, None]
+
+
+def test_an_unfinished_run_counts_what_was_lost_so_far(domain_results):
+    half = summarise(domain_results["phases"][:2], scenario="3 domains", method="m")["domains"]
+    assert half["forgetting"] == [15.0, None, None]
+    assert half["mean"] == [60.0, 47.5]
+
+
+def test_a_domain_without_objects_has_lost_nothing(domain_results):
+    for entry in domain_results["phases"]:
+        entry["domains"]["clear"] = scores(None)
+    domains = summarise(domain_results["phases"], scenario="s", method="m")["domains"]
+    assert domains["forgetting"] == [None, 20.0, None]
+    assert domains["mean_forgetting"] == 20.0
+
+
+DOMAINS = """\
+AP on            clear     fog    night    mean
+after phase 1     60.0  (20.0)   (10.0)    60.0
+after phase 2     45.0    50.0   (15.0)    47.5
+after phase 3     48.0    30.0     42.0    40.0
+forgetting        12.0    20.0             16.0"""
+
+
+def test_the_table_of_domains_ends_the_table(domain_results, results):
+    assert format_table(domain_results).endswith("\n\n" + DOMAINS)
+    assert "AP on" not in format_table(results)
+    assert "domains" not in results
+
+
+def test_one_evaluation_shows_each_domain(domain_results):
+    *_, fog, night = format_entry(domain_results["phases"][1]).splitlines()
+    assert fog.split() == ["fog", "50.0", "51.0", "52.0", "53.0", "54.0", "55.0"]
+    assert night.split()[:2] == ["night", "15.0"]
+
+
+def test_csv_has_the_domains_to_come_too(domain_results, tmp_path):
+    write_results(domain_results, tmp_path)
+    with open(tmp_path / "results.csv", newline="") as stream:
+        rows = [row for row in csv.DictReader(stream) if row["kind"] == "domain"]
+    found = [(row["phase"], row["name"], float(row["AP"])) for row in rows]
+    assert found[:4] == [
+        ("1", "clear", 60.0),
+        ("1", "fog", 20.0),
+        ("1", "night", 10.0),
+        ("2", "clear", 45.0),
+    ]
+    assert len(found) == 9

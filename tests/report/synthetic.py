@@ -49,3 +49,22 @@ def run_of(results, folder="run", **parts):
 
 def trained(phase, name, **facts):
     return Stage(phase, name, facts)
+
+
+def two_domains(after=(30.0, 50.0), names=("clear", "fog")):
+    """40 on the first domain and 10 on the one to come; then `after`."""
+    phases = []
+    for phase, aps in enumerate(((40.0, 10.0), after), start=1):
+        seen = aps[:phase]
+        phases.append(
+            {
+                "phase": phase,
+                "all": scores(sum(seen) / phase),
+                "old": scores(aps[0]) if phase > 1 else None,
+                "new": scores(seen[-1]),
+                "groups": [scores(ap) for ap in seen],
+                "per_category": {"cat": scores(sum(seen) / phase)},
+                "domains": dict(zip(names, map(scores, aps), strict=True)),
+            }
+        )
+    return summarise(phases, scenario="2 domains", method="cldetr")

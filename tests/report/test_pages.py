@@ -22,7 +22,7 @@ from cldetr.report.pages import write_comparison, write_run_page
 from cldetr.report.rundir import read_run
 from cldetr.train import show_run
 
-from .synthetic import entry, run_of, two_phases
+from .synthetic import entry, run_of, two_domains, two_phases
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -113,6 +113,45 @@ def test_several_phases_have_a_table_of_each_phases_categories(tmp_path):
     assert "|".join(cell for _, cell in cells) == "40.0|||30.0|20.0||25.0|25.0|n/a"
     assert cells[0][0] == "0.42"  # the highest is the darkest
     assert cells[-1][0] == "0.00"
+
+
+def cells_after(page, heading):
+    """The cells of the table below a heading, row by row."""
+    text = page[page.index(f">{heading}<") :]
+    rows = re.findall(r"<tr.*?</tr>", text[: text.index("</table>")], flags=re.DOTALL)
+    return [re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", row) for row in rows]
+
+
+def test_domains_have_a_table_and_a_plot_of_each_one(tmp_path):
+    page = write_run_page(run_of(two_domains()), tmp_path).read_text()
+    assert cells_after(page, "AP per domain after each phase") == [
+        ["AP on", "clear", "fog", "mean"],
+        ["after phase 1", "40.0", "(10.0)", "40.0"],
+        ["after phase 2", "30.0", "50.0", "40.0"],
+        ["forgetting", "10.0", "", "10.0"],
+    ]
+    assert (tmp_path / "figures/ap_per_domain.svg").exists()
+    assert not (tmp_path / "figures/category_change.svg").exists()  # no category is new
+    assert "AP on old domains" in page
+    assert "AP, mean of domains" in page
+
+
+def test_runs_over_domains_are_compared_domain_by_domain(tmp_path):
+    runs = [run_of(two_domains(), "one"), run_of(two_domains((36.0, 45.0)), "other")]
+    page = write_comparison(runs, tmp_path).read_text()
+    assert cells_after(page, "AP per domain after the last phase") == [
+        ["AP on", "clear", "fog", "mean", "forgetting"],
+        ["cldetr (one)", "30.0", "50.0", "40.0", "10.0"],
+        ["cldetr (other)", "36.0", "45.0", "40.5", "4.0"],
+    ]
+    plain = write_comparison([run_of(two_phases(), x) for x in ("a", "b")], tmp_path).read_text()
+    assert "AP per domain" not in plain
+
+
+def test_names_of_domains_are_text(tmp_path):
+    run = run_of(two_domains(names=(SCRIPT, "fog")))
+    assert "<script" not in write_run_page(run, tmp_path).read_text()
+    assert "<script" not in write_comparison([run, run], tmp_path).read_text()
 
 
 def test_the_command_draws_several_runs_side_by_side_where_asked(drawn_run, tmp_path, capsys):

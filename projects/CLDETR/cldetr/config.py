@@ -40,7 +40,8 @@ def add_cldetr_config(cfg: CN) -> None:
     cfg.MODEL.DETECTOR = ""
 
     # Each entry: a registered data set, or "ANNOTATIONS.json:IMAGE_FOLDER". One entry in TRAIN is
-    # divided by SCENARIO; several are the phases, one each.
+    # divided by SCENARIO; several are the phases, one each. Where these are domains, TEST has one
+    # entry for each of TRAIN, in the same order.
     cfg.DATASETS.TRAIN = ("coco_2017_train",)
     cfg.DATASETS.TEST = ("coco_2017_val",)
     # With SCENARIO.PROTOCOL extend, what else is left of the old data: labelled images, such as the

@@ -25,7 +25,7 @@ from cldetr.errors import InputError
 from cldetr.grouping import Annotations, Category, random_state, resolve_phases
 from cldetr.published import check_published, is_published
 
-Protocol = Literal["strict", "traditional", "loco", "separate", "extend"]
+Protocol = Literal["strict", "traditional", "loco", "separate", "extend", "domains"]
 
 BASE = "base"  # the source of every phase that is cut from one data set
 DETECTOR = (
@@ -59,6 +59,11 @@ class Phase:
     def annotated(self) -> tuple[int, ...]:
         """Labels whose objects are annotated in D_i: C_i and the old classes it refreshes."""
         return (*self.classes, *self.refreshed)
+
+    @property
+    def taught(self) -> tuple[int, ...]:
+        """Labels that the phase is about: C_i, or all annotated ones where it is a new domain."""
+        return self.classes or self.refreshed
 
     def subset(self) -> AnnotatedSubset:
         """D_i with its annotations."""
@@ -94,6 +99,15 @@ class Scenario:
     def old(self, index: int) -> tuple[int, ...]:
         """Labels seen before phase `index`."""
         return self.seen(index - 1)
+
+    def hides_seen(self, index: int) -> bool:
+        """Whether an image of phases 1 to `index` may show a class seen by then unannotated.
+
+        It is so wherever classes arrive phase by phase. In domains that annotate all classes there
+        is nothing to pseudo-label.
+        """
+        seen = set(self.seen(index))
+        return any(seen - set(phase.annotated) for phase in self.phases[:index])
 
     def future(self, index: int) -> tuple[int, ...]:
         """Labels of the phases after `index`."""
@@ -271,7 +285,8 @@ def make_separate_scenario(datasets: Sequence[Annotations]) -> Scenario:
         names = [category.name for category in data.categories if arrival[category.name] == index]
         if not names:
             problems.append(
-                f"{data.name} brings no new category: add its images to the phase that knows them"
+                f"{data.name} brings no new category: add its images to the phase that knows them, "
+                "or set SCENARIO.PROTOCOL to domains where it is a new domain"
             )
         first = len(categories)
         categories += [Category(first + i + 1, name) for i, name in enumerate(names)]
@@ -282,6 +297,47 @@ def make_separate_scenario(datasets: Sequence[Annotations]) -> Scenario:
     return Scenario(
         name="+".join(str(len(phase.classes)) for phase in phases),
         protocol="separate",
+        categories=tuple(categories),
+        phases=tuple(phases),
+        order="list",
+        class_seed=None,
+        data_seed=None,
+        fingerprints=tuple((data.name, data.fingerprint) for data in datasets),
+    )
+
+
+def make_domain_scenario(datasets: Sequence[Annotations]) -> Scenario:
+    """Makes one phase of each data set: the same categories in images of another kind, a domain.
+
+    Categories are matched by name; labels and ids are those of the first data set, whose phase
+    learns them all. Later domains bring no new class. They annotate all categories that they list,
+    which may be fewer.
+    """
+    problems = _separate_problems(datasets, same_content=True)
+    if len(datasets) < 2:
+        problems.append("a single domain is ordinary training: give a data set for each domain")
+    categories = datasets[0].categories if datasets else ()
+    labels = {category.name: label for label, category in enumerate(categories)}
+    phases: list[Phase] = []
+    for index, data in enumerate(datasets, start=1):
+        names = [category.name for category in data.categories]
+        if new := [name for name in names if name not in labels]:
+            problems.append(
+                f"{data.name} has {_some(new)}, unknown to {datasets[0].name}: domains have the "
+                "same categories. To learn new ones, set SCENARIO.PROTOCOL to strict, with which "
+                "each data set brings its own"
+            )
+        elif not names:
+            problems.append(f"{data.name} has no category")
+        known = tuple(labels[name] for name in names if name in labels)
+        classes, refreshed = (known, ()) if index == 1 else ((), known)
+        images = tuple(data.image_ids.tolist())
+        phases.append(Phase(index, classes, images, data.name, refreshed))
+    if problems:
+        raise InputError.listing("these data sets are not domains of one task:", problems)
+    return Scenario(
+        name=f"{len(phases)} domains",
+        protocol="domains",
         categories=tuple(categories),
         phases=tuple(phases),
         order="list",
@@ -487,7 +543,8 @@ def _draw_phases(data: Annotations, groups: Sequence[Sequence[int]]) -> list[np.
     return [np.array(indices, dtype=np.int64) for indices in chosen]
 
 
-def _separate_problems(datasets: Sequence[Annotations]) -> list[str]:
+def _separate_problems(datasets: Sequence[Annotations], same_content: bool = False) -> list[str]:
+    """What keeps data sets from being phases; `same_content`: images alone may differ."""
     problems = [] if datasets else ["no data set was given"]
     names: dict[str, int] = {}
     contents: dict[str, str] = {}
@@ -495,7 +552,7 @@ def _separate_problems(datasets: Sequence[Annotations]) -> list[str]:
     for index, data in enumerate(datasets, start=1):
         if data.name in names:
             problems.append(f"data sets {names[data.name]} and {index} are both named {data.name}")
-        elif data.fingerprint in contents:
+        elif data.fingerprint in contents and not same_content:
             problems.append(f"{data.name} and {contents[data.fingerprint]} are the same file")
         if len(data.image_ids) == 0:
             problems.append(f"{data.name} has no image")

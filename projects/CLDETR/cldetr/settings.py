@@ -39,8 +39,10 @@ class ScenarioSettings:
     Attributes:
         name: class counts of the phases, as A+B, A+XxY or A+B+C…, or a published scenario, such as
             voc/19+1 (docs/scenarios.md).
-        protocol: "strict", the paper's, "traditional" (supplement A), "loco", LoCo-COCO's, or
-            "extend": add the categories of DATASETS.TRAIN to MODEL.DETECTOR, without its data.
+        protocol: "strict", the paper's, "traditional" (supplement A), "loco", LoCo-COCO's,
+            "extend": add the categories of DATASETS.TRAIN to MODEL.DETECTOR, without its data, or
+            "domains": the same categories in each data set of DATASETS.TRAIN, images of another
+            kind in each phase.
         order: of the classes: "id", "seed", "released" or "psedet".
         class_seed: of the class order "seed".
         data_seed: of the division of the images.
@@ -54,7 +56,7 @@ class ScenarioSettings:
     """
 
     name: str = "70+10"
-    protocol: Literal["strict", "traditional", "loco", "extend"] = "strict"
+    protocol: Literal["strict", "traditional", "loco", "extend", "domains"] = "strict"
     order: str = "seed"
     class_seed: int = 0
     data_seed: int = 0

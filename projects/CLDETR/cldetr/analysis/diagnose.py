@@ -165,6 +165,11 @@ def diagnose(
             f"pseudo-labels are made from phase 2 to {len(scenario.phases)} of "
             f"{scenario.name}, not in phase {phase}"
         )
+    if not scenario.hides_seen(phase):
+        raise InputError(
+            f"phase {phase} of {scenario.name} has no pseudo-labels: all classes are annotated in "
+            "every domain"
+        )
     old, classes = scenario.old(phase), len(scenario.categories)
     view, where = _all_labels(data, phase, where)
     detector = build_detector(cfg, load_state(weights), str(weights), cfg.MODEL.DEVICE)

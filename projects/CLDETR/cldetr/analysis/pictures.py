@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -133,9 +134,13 @@ class RunArtist:
         if indices:
             models = self._before_and_after(phase)
         for entry in (tests[index] for index in indices):
+            name, which = str(entry["image_id"]), f"test image {entry['image_id']}"
+            if self.scenario.protocol == "domains":  # ids of their test sets may be the same
+                source = entry["source"]
+                which, name = f"{which} of {source}", re.sub(r"[^\w-]", "_", f"{source}_{name}")
             yield (
-                f"phase{phase}_predictions_{entry['image_id']}.png",
-                f"Phase {phase}, test image {entry['image_id']}: ground truth of the classes seen "
+                f"phase{phase}_predictions_{name}.png",
+                f"Phase {phase}, {which}: ground truth of the classes seen "
                 f"so far, and what the models find {'before and ' * (phase > 1)}after the phase "
                 f"(score above {_SCORE}; right at IoU 0.5).",
                 self._predictions(models, entry),
@@ -151,7 +156,10 @@ class RunArtist:
 
     def hides(self, phase: int) -> bool:
         """Whether a phase has old objects that it is not shown and that its file knows."""
-        return not self.shows_all and knows_old_classes(self.data, phase)
+        old, shown = self.scenario.old(phase), self.scenario.phase(phase).annotated
+        if self.shows_all or set(old) <= set(shown):
+            return False
+        return knows_old_classes(self.data, phase)
 
     def choose(
         self, phase: int, view: View, images: Sequence[int] | None, sample: int
@@ -214,7 +222,7 @@ class RunArtist:
         return draw_scene(examine_image(learner, entry, self.names, hidden))
 
     def _matching_caption(self, phase: int) -> str:
-        if phase == 1 or self.method.pseudo is None:
+        if phase == 1 or self.method.pseudo is None or not self.scenario.hides_seen(phase):
             return "labels (green) and the predictions that they are matched with (yellow)."
         text = "ground truth of the new classes (green) merged with the old model's pseudo-labels "
         text += "(blue), and the predictions that they are matched with (yellow), one to one."

@@ -71,7 +71,9 @@ def listing() -> str:
     headers, rows = ["name", "method", "scenario", "detector", "data", "tables", "what"], []
     for name, text in about.items():
         cfg = compose([name])
-        scenario = f"{cfg.SCENARIO.NAME} {cfg.SCENARIO.PROTOCOL}"
+        domains = cfg.SCENARIO.PROTOCOL == "domains"
+        size = len(cfg.DATASETS.TRAIN) if domains else cfg.SCENARIO.NAME
+        scenario = f"{size} {cfg.SCENARIO.PROTOCOL}"
         parts = [part_from("detector", name), part_from("data", name)]
         tables = ", ".join(shown.get(name, []))
         rows.append([name, cfg.METHOD.NAME, scenario, *parts, tables, text])

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import Image
 
 from cldetr.data.shapes import SPLITS, ShapesOptions, ShapesPaths, ensure_shapes
+from cldetr.data.textures import LOOKS
 from cldetr.drawing.boxes import Box, class_color, draw_boxes, make_canvas, save_png
 from cldetr.errors import InputError
 
@@ -43,6 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             flag, dest=name, type=type(value), default=value, metavar="N",
             help=f"{text} (default: %(default)s)",
         )  # fmt: skip
+    parser.add_argument(
+        "--look", choices=list(LOOKS), default=default.look,
+        help="the same scenes as another kind of picture, another domain (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument(
         "--draw", type=Path, metavar="FILE.png", help="also draw a sheet of validation images"
     )

@@ -28,13 +28,20 @@ from cldetr.published import (
     published_scenarios,
 )
 from cldetr.report.pages import write_audit_page
-from cldetr.scenario import BASE, Scenario, make_scenario, make_separate_scenario
+from cldetr.scenario import (
+    BASE,
+    Scenario,
+    make_domain_scenario,
+    make_scenario,
+    make_separate_scenario,
+)
 
 ORDERS = ("id", "seed", "released", *published_orders())
 PROTOCOLS = {
     "strict": "disjoint images",
     "traditional": "images with objects of the phase",
     "loco": "each image in one of the phases that it shows",
+    "domains": "the same classes in each data set",
 }
 WIDTH = 96  # columns of the printed tables
 
@@ -82,8 +89,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--protocol",
         choices=tuple(PROTOCOLS),
-        help="disjoint images (the paper's), all images with an object of the phase, or each image "
-        "in one of the phases that it shows (default: strict, or the published scenario's)",
+        help="disjoint images (the paper's), all images with an object of the phase, each image in "
+        "one of the phases that it shows, or with --phases-from the same classes in each data set, "
+        "a domain (default: strict, or the published scenario's)",
     )
     how.add_argument(
         "--order",
@@ -253,7 +261,10 @@ def _make(args: argparse.Namespace) -> tuple[Scenario, dict[str, CocoData]]:
             replace(data, name=f"phase{index}")
             for index, data in enumerate(_read(args.phases_from, args), start=1)
         ]
-        return make_separate_scenario(sets), {data.name: data for data in sets}
+        make = make_domain_scenario if args.protocol == "domains" else make_separate_scenario
+        return make(sets), {data.name: data for data in sets}
+    if args.protocol == "domains":
+        raise InputError("--protocol domains needs a data set for each domain: --phases-from")
     if args.annotations is None:
         raise InputError("give --annotations DATA, or --phases-from DATA DATA …")
     if (args.scenario is None) == (args.phases is None):

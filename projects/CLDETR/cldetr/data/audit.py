@@ -83,7 +83,7 @@ def setting_warnings(
         owners, labels = _objects(scenario, phase, source)
         few = [
             f"{scenario.categories[label].name} ({count})"
-            for label in phase.classes
+            for label in phase.taught
             if 0 < (count := int((labels == label).sum())) < MIN_OBJECTS
         ]
         if few:
@@ -102,7 +102,7 @@ def setting_warnings(
                 f"detector has queries ({queries}), up to {most}: set MODEL.DETR.NUM_QUERIES above "
                 "that"
             )
-        own = np.isin(labels, phase.classes)
+        own = np.isin(labels, phase.taught)
         small = _sizes_at_test(source, owners[own], _rows(source, phase)[own], cfg) < (stride or 0)
         if len(small) and small.mean() > MAX_SMALL:
             yield (
@@ -158,7 +158,7 @@ def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, 
     return {
         "index": phase.index,
         "source": phase.source,
-        "classes": len(phase.classes),
+        "classes": len(phase.taught),
         "images": len(phase.image_ids),
         "annotated": annotated,
         "empty": len(phase.image_ids) - annotated,

@@ -9,7 +9,8 @@ A run registers, below `cldetr/<run directory>/`,
     replay2 …                 D_i ∪ E_1:i−1, where the training step replays exemplars, with the
                               unlabelled images that came with the detector of phase 1
     exemplars1_revealed …     E_1:i with all classes seen so far (an oracle)
-    test1, test2 …            all test images with the classes seen so far
+    test1, test2 …            all test images with the classes seen so far; those of all
+                              domains where the phases are domains, later ones among them
     held_out1, held_out2 …    images that an early stop holds out, with the annotations of D_i
 
 with metadata, so that Detectron2's loaders, `Visualizer` and `COCOEvaluator` take them by name.

@@ -26,9 +26,9 @@ def manifest_content(scenario: Scenario) -> dict[str, Any]:
     """The manifest of a scenario as plain values, without its hash."""
     content = {"format": FORMAT, **msgspec.to_builtins(scenario)}
     for phase in content["phases"]:  # for the reader: it follows from the labels
-        phase["class_names"] = _names(scenario, phase["classes"])
+        phase["class_names"] = _names(scenario, phase["classes"] or phase["refreshed"])
     for node, key in (*((phase, "refreshed") for phase in content["phases"]), (content, "given")):
-        if not node.get(key):  # only extensions of a detector have these
+        if not node.get(key):  # only extensions of a detector and new domains have these
             node.pop(key, None)
     return content
 
@@ -111,13 +111,15 @@ def _contradictions(scenario: Scenario) -> list[str]:
             problems.append(f"phase {phase.index} is where phase {index} should be")
         if phase.source not in sources:
             problems.append(f"phase {index} is of the data set {phase.source!r}, not listed")
-        if not phase.classes or not set(phase.classes) <= set(range(len(scenario.categories))):
+        later_domain = scenario.protocol == "domains" and index > 1  # it brings no new class
+        labels = phase.refreshed if later_domain else phase.classes
+        if not labels or not set(phase.annotated) <= set(range(len(scenario.categories))):
             problems.append(f"phase {index}: classes are not indices of the categories")
         if not phase.image_ids and phase.source != DETECTOR:
             problems.append(f"phase {index} has no image")
         if _repeats(phase.image_ids):
             problems.append(f"phase {index} has an image twice")
-        if _repeats(phase.classes):
+        if _repeats(phase.annotated):
             problems.append(f"phase {index} has a class twice")
         for label in phase.classes:
             if (first := first_class.setdefault(label, index)) != index:

@@ -2,7 +2,8 @@
 
 Each image shows 1 to 6 flat silhouettes on a textured background. What an object *is* follows from
 its silhouette alone: colour, size, rotation and position are independent of the category.
-Categories follow a long tail, p(rank) ∝ rank^−tail, in both splits.
+Categories follow a long tail, p(rank) ∝ rank^−tail, in both splits. Other looks show the same
+scenes as another kind of picture, for domain-incremental learning.
 
 Every image has its own random generator, seeded by (seed, split, index): image 17 depends neither
 on how many images there are nor on what was drawn before it.
@@ -24,7 +25,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from cldetr.data.silhouettes import SILHOUETTES, Mask, draw_silhouette
-from cldetr.data.textures import draw_background, draw_fill, pick_colour
+from cldetr.data.textures import LOOKS, draw_background, draw_fill, pick_colour
 from cldetr.errors import InputError
 from cldetr.files import sha256_file, sha256_json, write_json
 
@@ -39,6 +40,7 @@ MARKER = "shapes.json"  # written last: what was generated, and that it is compl
 _EXTENT = (1 / 6, 1 / 2)  # an object's longer side, as a share of the image's side
 _MAX_HIDDEN = 0.3  # share of an object that others may cover, and that may cover others
 _MAX_TRIES = 40
+_DEFAULT_LOOK = ("look", "painted")  # files of data sets from before there were looks stay valid
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class ShapesOptions:
     most_objects: int = 6  # per image
     tail: float = 0.7  # 0: all categories alike; larger: longer tail
     seed: int = 0
+    look: str = "painted"  # a word of `LOOKS`: the same scenes as another kind of picture
 
     def check(self) -> None:
         """Raises `InputError` with every option that is out of range."""
@@ -67,6 +70,8 @@ class ShapesOptions:
             for key, (low, high) in ranges.items()
             if not low <= getattr(self, key) <= high
         ]
+        if self.look not in LOOKS:
+            problems.append(f"look is {self.look!r}: choose {', '.join(LOOKS)}")
         for split, count in zip(SPLITS, (self.train_images, self.val_images), strict=True):
             if count < self.categories:
                 problems.append(
@@ -79,6 +84,10 @@ class ShapesOptions:
     def images(self, split: str) -> int:
         """Number of images of a split."""
         return self.train_images if split == "train" else self.val_images
+
+    def record(self) -> dict[str, Any]:
+        """The options as files state them; the default look goes without saying."""
+        return {key: value for key, value in asdict(self).items() if (key, value) != _DEFAULT_LOOK}
 
 
 @dataclass(frozen=True)
@@ -192,6 +201,7 @@ def draw_image(options: ShapesOptions, split: str, index: int) -> ShapesImage:
         boxes.append(np.add(mask.box, (x, y, x, y)))
         areas.append(mask.area)
 
+    canvas = LOOKS[options.look](rng, canvas, owner)
     grain = rng.integers(-4, 5, canvas.shape, dtype=np.int8)
     return ShapesImage(
         pixels=np.clip(np.rint(canvas) + grain, 0, 255).astype(np.uint8),
@@ -274,7 +284,7 @@ def _generate(paths: ShapesPaths, options: ShapesOptions) -> None:
                     )
                 progress.update()
             content = {
-                "info": {"description": f"shapes, {split}", **asdict(options)},
+                "info": {"description": f"shapes, {split}", **options.record()},
                 "images": images,
                 "annotations": annotations,
                 "categories": categories,
@@ -284,7 +294,7 @@ def _generate(paths: ShapesPaths, options: ShapesOptions) -> None:
 
 
 def _marker(paths: ShapesPaths, options: ShapesOptions) -> dict[str, Any]:
-    request = {"generator": GENERATOR_VERSION, **asdict(options)}
+    request = {"generator": GENERATOR_VERSION, **options.record()}
     return {
         "request": request,
         "request_sha256": sha256_json(request),

@@ -1,6 +1,8 @@
-"""Backgrounds, fills and colours of the embedded data set."""
+"""Backgrounds, fills, colours and looks of the embedded data set."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from PIL import Image
@@ -88,3 +90,34 @@ def _blobs(rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 _TEXTURES = (_ramp, _stripes, _checks, _clouds, _speckle, _blobs)
+
+
+# Looks: the same scene as another kind of picture. They take the image's generator, the picture as
+# it is by default, (size, size, 3), and the topmost object of each pixel, (size, size), −1 for
+# background.
+
+
+def _keep(rng: np.random.Generator, picture: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    return picture
+
+
+def _sketch(rng: np.random.Generator, picture: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """Outlines in ink on white paper: neither objects nor the background have a colour."""
+    padded = np.pad(owner, 1, mode="edge")
+    near = (padded[:-2, 1:-1], padded[2:, 1:-1], padded[1:-1, :-2], padded[1:-1, 2:])
+    ink = np.any([owner != each for each in near], axis=0)
+    paper = 205 + 45 * _clouds(rng, len(owner))
+    return np.where(ink, rng.uniform(10, 70), paper)[..., None] * np.ones(3)
+
+
+def _night(rng: np.random.Generator, picture: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """A fifth of the light, bluish, with the noise of a dark sensor."""
+    noise = rng.random(picture.shape) + rng.random(picture.shape) - 1
+    return picture / 5 + np.array([0, 4, 14]) + 12 * noise
+
+
+LOOKS: dict[str, Callable[[np.random.Generator, np.ndarray, np.ndarray], np.ndarray]] = {
+    "painted": _keep,
+    "sketch": _sketch,
+    "night": _night,
+}

@@ -94,7 +94,7 @@ def write_summary(cfg: CfgNode, scenario: Scenario) -> dict[str, Any]:
     if comm.is_main_process():
         write_results(results, root)
         logger.info("results of %s:\n%s", root, format_table(results))
-        if len(phases) > 2:
+        if len(phases) > 2 and "domains" not in results:
             logger.info("AP of each phase's classes:\n%s", format_matrix(results))
     return results
 

@@ -46,6 +46,7 @@ from cldetr.scenario import (
     DETECTOR,
     Scenario,
     hold_out,
+    make_domain_scenario,
     make_extension,
     make_scenario,
     make_separate_scenario,
@@ -75,6 +76,8 @@ class RunData:
         else:
             self.test = self._read("TEST", trim=False)
         self.scenario = self._extension() if self.extends else self._scenario()
+        if self.scenario.protocol == "domains":
+            self.test = self._by_domain(self.test)
         unregister_views(self.prefix)
         self.skip_empty = bool(cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS)
         early_stop = schedule_of(cfg).early_stop
@@ -139,6 +142,8 @@ class RunData:
 
     def consequences(self) -> list[str]:
         """What follows from the data that a user may not expect, told before training."""
+        if self.scenario.protocol == "domains":
+            return self._without_use()
         if not self.extends:
             return []
         found = [
@@ -262,7 +267,8 @@ class RunData:
         ]
         if len(loaded) == 1 and not (part == "TRAIN" and self.extends):
             return {BASE: loaded[0]}
-        return {data.name: data for data in loaded}
+        names = _distinct_names(loaded)
+        return {name: replace(data, name=name) for name, data in zip(names, loaded, strict=True)}
 
     def _read_train(self, trim: bool, held_out: bool) -> dict[str, CocoData]:
         """The training data sets without the images that are held out, or these alone."""
@@ -315,8 +321,36 @@ class RunData:
             unlabelled=unlabelled,
         )
 
+    def _by_domain(self, test: dict[str, CocoData]) -> dict[str, CocoData]:
+        """The test sets by the names of their domains."""
+        domains = [phase.source for phase in self.scenario.phases]
+        if len(test) != len(domains):
+            raise InputError(
+                f"SCENARIO.PROTOCOL domains evaluates each domain by itself: DATASETS.TRAIN has "
+                f"{len(domains)} data sets, DATASETS.TEST {len(test)}. Give a test set for each, "
+                "in the same order"
+            )
+        return dict(zip(domains, test.values(), strict=True))
+
+    def _without_use(self) -> list[str]:
+        """Pseudo-labels that the method asks for although every object is annotated."""
+        method = method_of(self.cfg)
+        complete = method.calibrate.complete if method.calibrate is not None else None
+        keys = {"METHOD.PSEUDO": method.pseudo, "METHOD.CALIBRATE.COMPLETE": complete}
+        if self.scenario.hides_seen(len(self.scenario.phases)):
+            return []
+        return [
+            f"{key} has nothing to label: all classes are annotated in every domain"
+            for key, rule in keys.items()
+            if rule is not None
+        ]
+
     def _scenario(self) -> Scenario:
         wanted = scenario_settings(self.cfg)
+        if wanted.protocol == "domains":
+            if len(set(self.cfg.DATASETS.TRAIN)) < len(self.cfg.DATASETS.TRAIN):
+                raise InputError("DATASETS.TRAIN has a data set twice: give each domain its own")
+            return make_domain_scenario(list(self.train.values()))
         if BASE not in self.train:
             if wanted.published:
                 raise InputError(
@@ -336,3 +370,15 @@ class RunData:
             data_seed=None if own_seeds else wanted.data_seed,
             partial=wanted.partial,
         )
+
+
+def _distinct_names(datasets: Sequence[CocoData]) -> list[str]:
+    """What to call data sets: their names or, where these agree, the folders that differ.
+
+    `city/train.json` and `fog/train.json` are city and fog.
+    """
+    paths = [data.json_file.parts[::-1] for data in datasets]
+    for names in ([data.name for data in datasets], *zip(*paths, strict=False)):
+        if len(set(names)) == len(names):
+            return list(names)
+    return [f"{data.name} {index}" for index, data in enumerate(datasets, start=1)]

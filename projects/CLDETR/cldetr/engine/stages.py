@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from detectron2.config import CfgNode
@@ -13,6 +13,7 @@ from cldetr.data.exemplars import phase_budget, resolve_budget
 from cldetr.data.loader import SampleOrder
 from cldetr.methods.learner import Learner, freeze
 from cldetr.methods.method import Method
+from cldetr.methods.pseudo import PseudoRule
 from cldetr.modeling.detector import Detector
 from cldetr.scenario import Scenario
 from cldetr.settings import StageSchedule
@@ -131,7 +132,8 @@ def training_learner(
     seen, old = scenario.seen(phase), scenario.old(phase)
     mask = method.unseen == "mask"
     matcher = None if phase == 1 else method.matcher
-    if phase == 1 or not method.needs_teacher:
+    rule = _useful_rule(method.pseudo, scenario, phase)
+    if phase == 1 or (rule is None and method.distill is None):
         return Learner(detector, seen=seen, matcher=matcher, mask_unseen=mask)
     if method.pseudo is not None and method.pseudo.any_class:
         old = tuple(range(len(scenario.categories)))
@@ -140,7 +142,7 @@ def training_learner(
         seen=seen,
         teacher=freeze(old_model, old),
         teacher_classes=old,
-        rule=method.pseudo,
+        rule=rule,
         distill=method.distill,
         matcher=matcher,
         mask_unseen=mask,
@@ -161,6 +163,7 @@ def calibration_learner(
     seen: Sequence[int] = scenario.seen(phase)
     mask = method.unseen == "mask"
     rule = None if method.calibrate is None else method.calibrate.complete
+    rule = _useful_rule(rule, scenario, phase)
     if rule is None:
         return Learner(detector, seen=seen, matcher=method.matcher, mask_unseen=mask)
     return Learner(
@@ -172,3 +175,14 @@ def calibration_learner(
         matcher=method.matcher,
         mask_unseen=mask,
     )
+
+
+def _useful_rule(rule: PseudoRule | None, scenario: Scenario, phase: int) -> PseudoRule | None:
+    """The rule of pseudo-labels where classes arrive; in domains for unannotated classes alone.
+
+    Where a class is annotated, the pseudo-labels of it that overlap no annotation (Eq. 3) are
+    false. Where all are, there is nothing to ask the old model for.
+    """
+    if rule is None or scenario.protocol != "domains":
+        return rule
+    return replace(rule, skip_annotated=True) if scenario.hides_seen(phase) else None

@@ -202,6 +202,15 @@ def summarise_precision(precision: np.ndarray) -> Scores:
     return scores
 
 
+def mean_scores(several: Sequence[Scores]) -> Scores:
+    """Averages each metric over the scores that have it."""
+    means: Scores = {}
+    for metric in METRICS:
+        known = [value for scores in several if (value := scores[metric]) is not None]
+        means[metric] = sum(known) / len(known) if known else None
+    return means
+
+
 def match(truth: GroundTruth, detections: Detections) -> Matching:
     """Matches detections with objects of their image and class, greedily from the best scored.
 

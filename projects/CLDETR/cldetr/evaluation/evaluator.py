@@ -25,8 +25,10 @@ from cldetr.evaluation.average_precision import (
     Detections,
     GroundTruth,
     Labels,
+    Matching,
     Scores,
     match,
+    mean_scores,
     summarise_precision,
 )
 from cldetr.evaluation.voc import match_voc
@@ -41,6 +43,10 @@ class IncrementalEvaluator(DatasetEvaluator):
     Detections of classes that are not yet seen are ignored. The numbers are those of pycocotools
     with `catIds` restricted to the group, in percent; None stands for "n/a": a group without an
     object to find has no AP, and such classes do not enter the means.
+
+    Where the phases are domains, the groups are the domains: each is judged on the images of its
+    own test set, the scenario's n-th domain on the n-th data set of the truth. "all" and "old" are
+    the means over the domains seen so far and over those before the last.
     """
 
     def __init__(
@@ -170,6 +176,8 @@ class IncrementalEvaluator(DatasetEvaluator):
 
     def _score(self, detections: Detections) -> dict[str, Any]:
         matching = match(self._truth, detections)
+        if self._scenario.protocol == "domains":
+            return self._score_domains(matching)
         # Ascending, as pycocotools sorts its catIds: the means are then equal to the last bit.
         seen = np.sort(list(self._names))
         seen_images = self._truth.images_with(seen) if self._restrict_images else None
@@ -199,6 +207,30 @@ class IncrementalEvaluator(DatasetEvaluator):
             "per_category": {
                 name: score([label], seen_images) for label, name in self._names.items()
             },
+        }
+
+    def _score_domains(self, matching: Matching) -> dict[str, Any]:
+        truth, labels = self._truth, np.sort(list(self._names))
+        counted = truth.images_with(labels) if self._restrict_images else True
+        tables = [
+            matching.precision(labels, (truth.image_sources == index) & counted)
+            for index in range(len(truth.sources))
+        ]
+        domains = [summarise_precision(table) for table in tables]
+        done = self._phase
+        return {
+            "phase": done,
+            "all": mean_scores(domains[:done]),
+            "old": mean_scores(domains[: done - 1]) if done > 1 else None,
+            "new": domains[done - 1],
+            "groups": domains[:done],
+            "per_category": {
+                name: mean_scores(
+                    [summarise_precision(x[:, :, labels == label]) for x in tables[:done]]
+                )
+                for label, name in self._names.items()
+            },
+            "domains": dict(zip((x.name for x in truth.sources), domains, strict=True)),
         }
 
 

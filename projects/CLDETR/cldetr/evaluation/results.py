@@ -1,5 +1,7 @@
 """Results of a whole run: FPP, the phase × phase matrix, forgetting, as JSON, CSV and text.
 
+Where the phases are domains, "groups" are the domains and "old" means earlier domains.
+
 docs/results-schema.md says what each field of results.json holds.
 """
 
@@ -11,6 +13,8 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from tabulate import tabulate
 
 from cldetr.errors import InputError
 from cldetr.evaluation.average_precision import METRICS, Scores
@@ -42,6 +46,7 @@ def summarise(
     if not phases or numbers != list(range(1, len(phases) + 1)):
         raise ValueError(f"the phases of a run are numbered 1, 2, …; got {numbers}")
     matrix = phase_matrix(phases)
+    domains = {"domains": summarise_domains(phases)} if "domains" in phases[0] else {}
     return {
         "format": FORMAT,
         "scenario": scenario,
@@ -53,6 +58,7 @@ def summarise(
         "forgetting": forgetting(matrix),
         "backward_transfer": backward_transfer(matrix),
         "gap_to_joint": None if joint is None else gap_to_joint(phases[-1], joint),
+        **domains,
     }
 
 
@@ -74,6 +80,29 @@ def phase_matrix(phases: Sequence[Mapping[str, Any]]) -> Matrix:
         [group["AP"] for group in entry["groups"]] + [None] * (count - len(entry["groups"]))
         for entry in phases
     ]
+
+
+def summarise_domains(phases: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Lays out the AP per domain after each phase, of domains to come too.
+
+    Returns:
+        `names`, in the order of the phases; `matrix`, AP[i][j] after phase i + 1 on domain j + 1;
+        `mean`, after each phase over the domains seen by then; `forgetting`, of each domain that
+        another one followed: AP right after its own phase − AP after the last phase done, None for
+        the rest; and `mean_forgetting`.
+    """
+    matrix = [[scores["AP"] for scores in entry["domains"].values()] for entry in phases]
+    losses: list[float | None] = [None] * len(matrix[0])
+    for j in range(len(phases) - 1):
+        then, now = matrix[j][j], matrix[-1][j]
+        losses[j] = None if then is None or now is None else then - now
+    return {
+        "names": list(phases[0]["domains"]),
+        "matrix": matrix,
+        "mean": [entry["all"]["AP"] for entry in phases],
+        "forgetting": losses,
+        "mean_forgetting": _mean(losses),
+    }
 
 
 def forgetting(matrix: Matrix) -> float | None:
@@ -156,13 +185,36 @@ def format_table(results: Mapping[str, Any]) -> str:
             lines.append(_line(label, name, _cells(results[field], metrics)))
     for field in ("average_AP", "forgetting", "backward_transfer"):
         lines.append(_line(field.replace("_", " "), "", [_show(results[field])]))
+    if "domains" in results:
+        lines += ["", format_domains(results)]
     return "\n".join(lines)
 
 
 def format_entry(entry: Mapping[str, Any]) -> str:
     """Formats the metrics of one evaluation as text."""
     metrics = metric_names([entry])
-    return "\n".join([_line("AP in %", "", metrics), *_phase_lines(entry, metrics)])
+    lines = [_line("AP in %", "", metrics), *_phase_lines(entry, metrics)]
+    for name, scores in entry.get("domains", {}).items():
+        lines.append(_line(f"  {name}"[:25], "", _cells(scores, metrics)))
+    return "\n".join(lines)
+
+
+def format_domains(results: Mapping[str, Any]) -> str:
+    """Formats the AP after each phase (rows) on each domain (columns) as text, and what was lost.
+
+    The mean is over the domains seen by then; those to come stand in brackets.
+    """
+    domains = results["domains"]
+    rows = []
+    for i, (aps, mean) in enumerate(zip(domains["matrix"], domains["mean"], strict=True)):
+        cells = [_show(ap) if j <= i else f"({_show(ap)})" for j, ap in enumerate(aps)]
+        rows.append([f"after phase {i + 1}", *cells, _show(mean)])
+    if len(rows) > 1:
+        losses = ["" if loss is None else _show(loss) for loss in domains["forgetting"]]
+        rows.append(["forgetting", *losses, _show(domains["mean_forgetting"])])
+    heads = ["AP on", *domains["names"], "mean"]
+    right = ["left", *["right"] * (len(heads) - 1)]
+    return tabulate(rows, heads, "plain", disable_numparse=True, colalign=right)
 
 
 def format_matrix(results: Mapping[str, Any]) -> str:
@@ -197,6 +249,7 @@ def _csv_rows(results: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[li
         start = [entry["phase"], entry.get("stage")]
         groups = [("set", name, entry[name]) for name in ("all", "old", "new")]
         groups += [("group", str(i), scores) for i, scores in enumerate(entry["groups"], start=1)]
+        groups += [("domain", name, scores) for name, scores in entry.get("domains", {}).items()]
         groups += [("category", name, scores) for name, scores in entry["per_category"].items()]
         for kind, name, scores in groups:
             if scores is not None:

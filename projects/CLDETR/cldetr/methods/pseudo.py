@@ -41,7 +41,8 @@ class PseudoRule:
         iou: λ, a pseudo-box that overlaps a ground-truth box by more than this is dropped.
         drop_at_iou: drop at IoU exactly λ too, as the released code does.
         skip_annotated: no label of a class whose objects are all annotated on the image anyway,
-            as those of an exemplar's own phase are; the paper's DKD does not ask.
+            as those of an exemplar's own phase are; the paper's DKD does not ask. Always so where
+            the phases are domains.
         any_class: label with any class of the head, also with one that the old model has not
             learnt, as the released code does; else with old classes only.
         soft: label with the teacher's class distribution; else with its best class.

@@ -41,10 +41,13 @@ def _draw_pictures(folder: Path) -> None:
 def _diagnose(folder: Path) -> None:
     from cldetr.analysis.diagnose import diagnose_run
     from cldetr.config import method_of
+    from cldetr.data.manifest import load_manifest
     from cldetr.engine.restore import config_of_run
     from cldetr.report.diagnosis_plots import write_diagnosis_plots
 
-    if method_of(config_of_run(folder)).pseudo is not None:
+    scenario = load_manifest(folder / "manifest.json")
+    labels = method_of(config_of_run(folder)).pseudo is not None
+    if labels and scenario.hides_seen(len(scenario.phases)):
         write_diagnosis_plots(diagnose_run(folder, limit=200), folder)
 
 

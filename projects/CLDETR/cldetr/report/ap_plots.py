@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from operator import itemgetter
@@ -18,10 +19,11 @@ from cldetr.report.tables import SETS, Group, category_changes, mean_of, mean_te
 
 
 def ap_over_phases(groups: Sequence[Group]) -> Plot:
-    """AP of all, old and new categories after each phase."""
+    """AP of all, old and new categories, or domains, after each phase."""
+    what = _compared(groups)
     last = max((phase for group in groups for phase, _ in group.curve("all")), default=0)
     panels = [
-        Panel(f"AP on {name} categories", functools.partial(_draw_phases, groups, name, last))
+        Panel(f"AP on {name} {what}", functools.partial(_draw_phases, groups, name, last))
         for name in (SETS if last > 1 else SETS[:1])  # in phase 1 nothing is old and all is new
         if any(group.curve(name) for group in groups)
     ]
@@ -30,7 +32,8 @@ def ap_over_phases(groups: Sequence[Group]) -> Plot:
 
 def final_ap(groups: Sequence[Group]) -> Plot:
     """Bars of the AP that runs end with, and of what they forgot."""
-    columns = {f"Final AP, {name} categories": f"{name}.AP" for name in SETS}
+    what = _compared(groups)
+    columns = {f"Final AP, {name} {what}": f"{name}.AP" for name in SETS}
     columns["Forgetting (FPP, lower is better)"] = "fpp.AP"
     measures = {title: [x.finals(column) for x in groups] for title, column in columns.items()}
     panels = [
@@ -41,8 +44,23 @@ def final_ap(groups: Sequence[Group]) -> Plot:
     return Plot("final_ap", panels)
 
 
+def domains_plot(run: Run) -> Plot:
+    """AP on each domain after each phase, before its own phase too."""
+    if run.domains is None:
+        return Plot("ap_per_domain", [])
+    names, matrix = run.domains["names"], run.domains["matrix"]
+    keys = [Key(name, *style_of(index)) for index, name in enumerate(names)]
+    draw = functools.partial(_draw_domains, matrix)
+    return Plot("ap_per_domain", [Panel("AP on each domain", draw)], keys)
+
+
 def category_change_plot(run: Run) -> Plot:
-    """Per category: what later phases did to its AP, and the AP of those learnt last."""
+    """Per category: what later phases did to its AP, and the AP of those learnt last.
+
+    Where the phases are domains, all categories are learnt in the first: `domains_plot` tells more.
+    """
+    if run.domains:
+        return Plot("category_change", [])
     changes = sorted(category_changes(run.results), key=lambda x: x.name)
     last = max((x.phase for x in changes), default=0)
     old = [(x.name, x.difference) for x in changes if x.phase < last and x.difference is not None]
@@ -85,6 +103,24 @@ def _draw_phases(groups: Sequence[Group], name: str, last: int, ax: Axes) -> Non
     top = min(max(highest * 1.22, 1.0), 105)
     ax.set(xlim=(0.6, last + 0.4), ylim=(0, top), xlabel="phase", ylabel="AP (%)")
     ax.set_xticks(range(1, last + 1))
+
+
+def _draw_domains(matrix: Sequence[Sequence[float | None]], ax: Axes) -> None:
+    phases = range(1, len(matrix) + 1)
+    for index, aps in enumerate(zip(*matrix, strict=True)):
+        colour, marker = style_of(index)
+        values = [math.nan if ap is None else ap for ap in aps]  # matplotlib skips NaN
+        ax.plot(phases, values, color=colour, marker=marker, markersize=5)
+        learnt = slice(index, index + 1)  # marked by a ring
+        ax.plot(phases[learnt], values[learnt], "o", color=colour, markersize=12, mfc="none")
+    ax.set(xlim=(0.6, len(matrix) + 0.4), xlabel="phase", ylabel="AP (%)")
+    ax.set_ylim(0, max(ax.get_ylim()[1], 1.0))
+    ax.set_xticks(phases)
+
+
+def _compared(groups: Sequence[Group]) -> str:
+    """What all, old and new are."""
+    return "domains" if any(run.domains for x in groups for run in x.runs) else "categories"
 
 
 def _draw_means(groups: Sequence[Group], values: Sequence[Sequence[float]], ax: Axes) -> None:

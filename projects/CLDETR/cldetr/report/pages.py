@@ -29,6 +29,7 @@ def write_run_page(run: Run, folder: Path) -> Path:
     """Writes the page of one run, and its plots as files, into a folder; returns the page."""
     drawn = [
         ap_plots.ap_over_phases([tables.Group(run.method, (run,))]),
+        ap_plots.domains_plot(run),
         ap_plots.category_change_plot(run),
         training_plots.distribution_plot(run),
         training_plots.training_plot(run),

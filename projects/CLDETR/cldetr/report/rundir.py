@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +81,11 @@ class Run:
         if self.scenario is not None:
             return self.scenario.name
         return str(self.results["scenario"]) if self.results else "unknown scenario"
+
+    @property
+    def domains(self) -> dict[str, Any] | None:
+        """AP per domain, where the phases are domains (`summarise_domains`)."""
+        return (self.results or {}).get("domains")
 
     @property
     def finished(self) -> bool:
@@ -224,8 +229,9 @@ class _Reader:
         ]
 
 
-def _shape(name: str, **fields: Any) -> Any:
-    return msgspec.defstruct(name, list(fields.items()))
+def _shape(name: str, optional: Mapping[str, Any] | None = None, /, **fields: Any) -> Any:
+    others = [(key, kind | None, None) for key, kind in (optional or {}).items()]
+    return msgspec.defstruct(name, [*fields.items(), *others])
 
 
 # What pages read of the files; these may hold more, and a metric that they lack is "n/a".
@@ -233,11 +239,18 @@ _OTHERS = [(metric, float | None, None) for metric in METRICS if metric != "AP"]
 _Scores: Any = msgspec.defstruct("Scores", [("AP", float | None), *_OTHERS])
 _Entry: Any = _shape(
     "Entry",
+    {"domains": dict[str, _Scores]},
     **{"phase": int, "all": _Scores, "old": _Scores | None, "new": _Scores},
     **{"groups": list[_Scores], "per_category": dict[str, _Scores]},
 )
+_Domains: Any = _shape(
+    "Domains",
+    **{"names": list[str], "matrix": list[list[float | None]], "mean": list[float | None]},
+    **{"forgetting": list[float | None], "mean_forgetting": float | None},
+)
 _RESULTS = _shape(
     "Results",
+    {"domains": _Domains},
     **{"scenario": str, "method": str, "phases": list[_Entry], "matrix": list[list[float | None]]},
     **dict.fromkeys(("fpp", "gap_to_joint"), _Scores | None),
     **dict.fromkeys(("average_AP", "forgetting", "backward_transfer"), float | None),

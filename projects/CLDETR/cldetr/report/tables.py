@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,13 +55,15 @@ class CategoryCounts:
 
     name: str
     phase: int
-    data: int  # labelled objects in its phase
+    data: int  # labelled objects in its phase, or in all domains
     exemplars: int | None = None  # of these, those that are kept
     pseudo: float | None = None  # pseudo-labels in one pass over the images of each later phase
 
 
 def category_counts(run: Run) -> list[CategoryCounts]:
     """The distribution of categories over data, exemplars and pseudo-labels, phase by phase."""
+    if run.domains:
+        return _domain_counts(run)
     found: dict[str, CategoryCounts] = {}
     for phase in run.memory.phases if run.memory else ():
         for kept in phase.classes:
@@ -76,6 +78,20 @@ def category_counts(run: Run) -> list[CategoryCounts]:
         if pseudo is not None and x.phase < last:
             x.pseudo = pseudo.get(x.name, 0.0)
     return list(found.values())
+
+
+def _domain_counts(run: Run) -> list[CategoryCounts]:
+    """The distribution over all domains together: their categories are the same."""
+    data: Counter[str] = Counter()
+    kept: Counter[str] = Counter()
+    for entry in run.audit["phases"] if run.audit else ():
+        data.update(entry["instances_per_class"])
+    for phase in run.memory.phases if run.memory else ():
+        kept.update({x.name: x.objects_in_exemplars for x in phase.classes})
+    return [
+        CategoryCounts(name, 1, count, kept[name] if run.memory else None)
+        for name, count in data.items()
+    ]
 
 
 def pseudo_per_pass(stages: Sequence[Stage]) -> dict[str, float] | None:
@@ -143,7 +159,9 @@ def settings_in_use(settings: Mapping[str, Any]) -> dict[str, Any]:
     if settings.get("SCENARIO.PHASES"):
         unused += ["SCENARIO.NAME", "SCENARIO.ORDER"]
     if len(settings.get("DATASETS.TRAIN", ())) > 1:  # a data set for each phase
-        unused.append("SCENARIO.")
+        domains = settings.get("SCENARIO.PROTOCOL") == "domains"
+        kept = ("SCENARIO.PROTOCOL",) if domains else ()
+        unused += [key for key in settings if key.startswith("SCENARIO.") and key not in kept]
     if any(key.startswith("LAZY.model.") for key in settings):
         unused += [key for key in settings if key.startswith("MODEL.") and key not in _WEIGHTS]
     return {
@@ -217,6 +235,16 @@ class Group:
             for name, scores in results["phases"][-1]["per_category"].items():
                 values[name] += [] if scores["AP"] is None else [scores["AP"]]
         return {name: fmean(found) for name, found in values.items() if found}
+
+    def final_by_domain(self, names: Sequence[str]) -> list[list[float]]:
+        """AP on each domain after the last phase, their mean and what was lost, of each run."""
+        found: list[list[float]] = [[] for _ in (*names, "mean", "forgetting")]
+        for domains in (run.domains for run in self.finished if run.domains):
+            final = dict(zip(domains["names"], domains["matrix"][-1], strict=True))
+            row = [*map(final.get, names), domains["mean"][-1], domains["mean_forgetting"]]
+            for values, value in zip(found, row, strict=True):
+                values += [] if value is None else [value]
+        return found
 
     def _results(self) -> list[dict[str, Any]]:
         return [run.results for run in self.finished if run.results]
