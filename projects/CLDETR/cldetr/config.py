@@ -99,6 +99,7 @@ def add_cldetr_config(cfg: CN) -> None:
     cfg.INPUT.CROP.MIN_SIZE = list(plain.crop_short_sides)  # resized to one of these before
 
     cfg.TEST.RESTRICT_IMAGES = False  # the released code's restricted image set
+    cfg.TEST.CONFUSION_SCORE = 0.3  # least score of detections in the confusion matrix
     cfg.TEST.JOINT_RESULTS = ""  # results.json of a joint run, for the gap to it
 
     cfg.DATALOADER.NUM_WORKERS = 2
@@ -118,6 +119,7 @@ RUNTIME_KEYS = frozenset(
         *("VERSION", "OUTPUT_DIR", "MODEL.DEVICE", "DATALOADER.NUM_WORKERS", "CUDNN_BENCHMARK"),
         *("LOG_PERIOD", "LOG_IMAGES", "VIS_PERIOD", "REPORT", "SOLVER.CHECKPOINT_PERIOD"),
         *("TEST.EVAL_PERIOD", "TEST.JOINT_RESULTS", "TEST.EXPECTED_RESULTS"),
+        "TEST.CONFUSION_SCORE",
     }
 )
 

@@ -67,7 +67,7 @@ from cldetr.engine.stages import (
 from cldetr.engine.step import StageTrainer, build_optimizer
 from cldetr.engine.teacher_cache import cache_teacher_predictions, find_thresholds
 from cldetr.errors import InputError, blame
-from cldetr.evaluation.evaluator import IncrementalEvaluator, to_plain, to_scalars
+from cldetr.evaluation.evaluator import IncrementalEvaluator, split_details, to_scalars
 from cldetr.files import sha256_file, write_json
 from cldetr.lazy import lazy_part
 from cldetr.methods.learner import Learner
@@ -190,7 +190,9 @@ class IncrementalTrainer(TrainerBase):
                 return DatasetEvaluators([super().build_evaluator(cfg, dataset_name), own])
         """
         evaluator = IncrementalEvaluator.from_dataset(
-            dataset_name, restrict_images=cfg.TEST.RESTRICT_IMAGES
+            dataset_name,
+            restrict_images=cfg.TEST.RESTRICT_IMAGES,
+            confusion_score=cfg.TEST.CONFUSION_SCORE,
         )
         more = lazy_part(cfg, "dataloader.evaluator", dataset_name=dataset_name)
         if more is None:
@@ -411,11 +413,16 @@ class IncrementalTrainer(TrainerBase):
         entries |= self._evaluate_beside(cfg, self.ledger.folder(phase, stage))
 
         def finish() -> None:
+            files: dict[str, Any] = {}
             for name, entry in entries.items():
-                content = {**to_plain(entry), "stage": stage}
+                metrics, details = split_details(entry)
+                files[name] = {**metrics, "stage": stage}
+                for kind, content in details.items():
+                    files.setdefault(f"{kind}.json", content)  # of the phase's model, the first
+            for name, content in files.items():
                 write_json(self.ledger.folder(phase, "evaluate") / name, content)
             facts = {"seconds": time.perf_counter() - begin, "memory_mb": memory_mb()}
-            self.ledger.finish(phase, "evaluate", [*entries], self._inputs, facts)
+            self.ledger.finish(phase, "evaluate", [*files], self._inputs, facts)
 
         from_rank0(finish)
 

@@ -27,9 +27,18 @@ from cldetr.evaluation.average_precision import (
     match,
     summarise_precision,
 )
+from cldetr.evaluation.confusion import (
+    MIN_SCORE,
+    count_confusions,
+    describe_confusions,
+    summarise_confusions,
+)
 from cldetr.scenario import Scenario, make_separate_scenario
 
 logger = logging.getLogger(__name__)
+
+# Fields of an evaluation that are too large for results.json: a run writes each to its own file.
+DETAILS = ("confusion", "precision_recall")
 
 
 class IncrementalEvaluator(DatasetEvaluator):
@@ -47,6 +56,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         phase: int,
         *,
         restrict_images: bool = False,
+        confusion_score: float = MIN_SCORE,
         image_ids: Sequence[Any] | None = None,
     ) -> None:
         """Prepares the evaluation of the model after a phase.
@@ -59,6 +69,7 @@ class IncrementalEvaluator(DatasetEvaluator):
                 group, as the authors' released code does. Detections on all other images then
                 cost nothing, so the numbers come out higher than COCO's. A single class is judged
                 on the images of all seen classes.
+            confusion_score: Detections below it do not enter the confusion matrix.
             image_ids: What the inputs call the images of `truth`, where that is something else.
         """
         if not 1 <= phase <= len(scenario.phases):
@@ -71,24 +82,31 @@ class IncrementalEvaluator(DatasetEvaluator):
         self._scenario = scenario
         self._phase = phase
         self._restrict_images = restrict_images
+        self._confusion_score = confusion_score
         names = [truth.sources[source].name for source in truth.image_sources]
         ids = truth.image_ids.tolist() if image_ids is None else image_ids
         self._index_of = {key: index for index, key in enumerate(zip(names, ids, strict=True))}
         self.reset()
 
     @classmethod
-    def from_dataset(cls, name: str, *, restrict_images: bool = False) -> IncrementalEvaluator:
+    def from_dataset(
+        cls, name: str, *, restrict_images: bool = False, confusion_score: float = MIN_SCORE
+    ) -> IncrementalEvaluator:
         """Prepares the evaluation on a registered data set.
 
         Args:
             name: of a test view of a run, which knows its scenario and phase, or of any other data
                 set: then all its classes are one group.
-            restrict_images: see the constructor.
+            restrict_images, confusion_score: see the constructor.
         """
+        options: dict[str, Any] = {
+            "restrict_images": restrict_images,
+            "confusion_score": confusion_score,
+        }
         metadata, data = MetadataCatalog.get(name), DatasetCatalog.get(name)
         if isinstance(data, View):
             truth = GroundTruth.from_view(data)
-            return cls(truth, metadata.scenario, metadata.phase, restrict_images=restrict_images)
+            return cls(truth, metadata.scenario, metadata.phase, **options)
         whole = read_dataset(name, trim=False)
         scenario = make_separate_scenario([whole])
         labels = label_table(whole, scenario.categories, scenario.seen(1))
@@ -96,7 +114,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         ids = [entry["image_id"] for entry in data]  # may be texts, as Pascal VOC's are
         if not whole.json_file.is_file():  # Detectron2 sorts a file's images; the truth is sorted
             ids = [ids[index] for index in np.argsort(whole.image_ids, kind="stable")]
-        return cls(truth, scenario, 1, restrict_images=restrict_images, image_ids=ids)
+        return cls(truth, scenario, 1, **options, image_ids=ids)
 
     def reset(self) -> None:
         """Forgets all predictions."""
@@ -156,6 +174,12 @@ class IncrementalEvaluator(DatasetEvaluator):
             len(predictions),
             time.perf_counter() - begin,
         )
+        logger.info(
+            "phase %d, detections of score %g and more: %s",
+            self._phase,
+            self._confusion_score,
+            describe_confusions(entry["confusion"]["summary"]),
+        )
         return entry
 
     def _score(self, detections: Detections) -> dict[str, Any]:
@@ -185,6 +209,52 @@ class IncrementalEvaluator(DatasetEvaluator):
                 name: summarise_precision(table[:, :, seen == label])
                 for label, name in self._names.items()
             },
+            "confusion": self._confusion(detections, seen_images),
+            "precision_recall": self._precision_recall(
+                table[..., [*map(seen.tolist().index, self._names)], 0]
+            ),
+        }
+
+    def _confusion(self, detections: Detections, images: np.ndarray | None) -> dict[str, Any]:
+        """Counts which class each object was detected as, on the images that count."""
+        truth = self._truth
+        if images is not None:
+            truth = truth.take(np.flatnonzero(images[truth.images]))
+            detections = detections.take(np.flatnonzero(images[detections.images]))
+        counts = count_confusions(truth, detections, [*self._names], self._confusion_score)
+        classes = self._classes()
+        old = np.array(classes["phases"]) < self._phase
+        return {
+            **classes,
+            "min_score": self._confusion_score,
+            "counts": counts.tolist(),
+            "summary": summarise_confusions(counts, old),
+        }
+
+    def _precision_recall(self, precision: np.ndarray) -> dict[str, Any]:
+        """The precision of each class at each recall; None without an object to find.
+
+        Args:
+            precision: (T, R, K) of objects of all sizes.
+        """
+        curves = {"AP50": precision[0], "AP": precision.mean(axis=0)}
+        return self._classes() | {
+            name: [
+                None if column[0] < 0 else np.round(column, 4).tolist() for column in curve.T
+            ]
+            for name, curve in curves.items()
+        }
+
+    def _classes(self) -> dict[str, Any]:
+        """The seen classes and the phase that each was learnt in."""
+        phase_of: dict[int, int] = {}
+        for number, phase in enumerate(self._scenario.phases[: self._phase], start=1):
+            for label in phase.classes:
+                phase_of.setdefault(label, number)
+        return {
+            "phase": self._phase,
+            "categories": list(self._names.values()),
+            "phases": [phase_of[label] for label in self._names],
         }
 
 
@@ -193,7 +263,7 @@ def to_scalars(entry: Mapping[str, Any]) -> dict[str, float]:
 
     Results of other evaluators are tasks of their own, as "bbox/AP".
     """
-    groups = {key: value for key, value in entry.items() if key != "per_category"}
+    groups = {k: v for k, v in entry.items() if k not in ("per_category", *DETAILS)}
     groups |= {f"group{i}": scores for i, scores in enumerate(entry.get("groups", ()), start=1)}
     return {
         f"{name}/{metric}": float(value)
@@ -202,6 +272,13 @@ def to_scalars(entry: Mapping[str, Any]) -> dict[str, float]:
         for metric, value in scores.items()
         if isinstance(value, (int, float)) and math.isfinite(value)
     }
+
+
+def split_details(entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Results as JSON data: the metrics, and by name the fields that have files of their own."""
+    plain = to_plain(entry)
+    details = {name: plain.pop(name) for name in DETAILS if name in plain}
+    return plain, details
 
 
 def to_plain(value: Any) -> Any:
