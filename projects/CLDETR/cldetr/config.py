@@ -9,6 +9,7 @@ model's keys are in `cldetr.modeling.config`.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -110,6 +111,10 @@ def add_cldetr_config(cfg: CN) -> None:
     cfg.VIS_PERIOD = 1000  # steps between pictures of a stage in TensorBoard; 0: none
     cfg.LOG_IMAGES = 3  # images in each of them
     cfg.LOG_PERIOD = 20
+    cfg.WANDB = CN()
+    cfg.WANDB.ENABLED = False  # send numbers and pictures to Weights & Biases, too
+    cfg.WANDB.PROJECT = "cldetr"
+    cfg.WANDB.NAME = ""  # of the run at W&B; by default OUTPUT_DIR
     cfg.REPORT = True  # end a run with pictures, diagnostics and a page of it
 
 
@@ -119,7 +124,7 @@ RUNTIME_KEYS = frozenset(
         *("VERSION", "OUTPUT_DIR", "MODEL.DEVICE", "DATALOADER.NUM_WORKERS", "CUDNN_BENCHMARK"),
         *("LOG_PERIOD", "LOG_IMAGES", "VIS_PERIOD", "REPORT", "SOLVER.CHECKPOINT_PERIOD"),
         *("TEST.EVAL_PERIOD", "TEST.JOINT_RESULTS", "TEST.EXPECTED_RESULTS"),
-        "TEST.CONFUSION_SCORE",
+        *("TEST.CONFUSION_SCORE", "WANDB.ENABLED", "WANDB.PROJECT", "WANDB.NAME"),
     }
 )
 
@@ -249,9 +254,19 @@ def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
         problems.append(
             f'FLOAT32_PRECISION takes highest, high, medium or "", not {cfg.FLOAT32_PRECISION!r}'
         )
+    if cfg.WANDB.ENABLED and not _installed("wandb"):
+        problems.append(
+            "WANDB.ENABLED needs wandb, which is not installed: pip install 'cldetr[wandb]'"
+        )
     if problems:
         raise InputError.listing("in the configuration:", problems)
     scenario_settings(cfg), method_of(cfg), schedule_of(cfg)  # each checks its own values
+
+
+def _installed(package: str) -> bool:
+    spec = importlib.util.find_spec(package)
+    # A folder of that name, such as the one that wandb writes to, has no origin.
+    return spec is not None and spec.origin is not None
 
 
 def check_model_keys(cfg: CN, read: Collection[str]) -> None:

@@ -30,7 +30,6 @@ from cldetr.engine.checkpoint import (
     load_state,
     save_state,
 )
-from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.evaluate import evaluate, run_evaluator, write_summary
 from cldetr.engine.hooks import (
     AverageHook,
@@ -66,6 +65,7 @@ from cldetr.engine.stages import (
 )
 from cldetr.engine.step import StageTrainer, build_optimizer
 from cldetr.engine.teacher_cache import cache_teacher_predictions, find_thresholds
+from cldetr.engine.writers import StageWriter, WandbWriter, memory_mb
 from cldetr.errors import InputError, blame
 from cldetr.evaluation.evaluator import IncrementalEvaluator, split_details, to_scalars
 from cldetr.files import sha256_file, write_json
@@ -122,6 +122,7 @@ class IncrementalTrainer(TrainerBase):
         self._offset = 0  # training steps of the stages that are done
         self._inputs: dict[str, str] = {}  # digest of the weights that the next stage starts from
         self._stop = StopRequest()
+        self._wandb: WandbWriter | None = None
 
     # What a subclass may override, with Detectron2's names.
 
@@ -225,7 +226,10 @@ class IncrementalTrainer(TrainerBase):
         return chain
 
     def build_writers(self) -> list[EventWriter]:
-        """Builds the writers of a stage, on rank 0: console, metrics.json and TensorBoard."""
+        """Builds the writers of a stage, on rank 0: console, metrics.json and TensorBoard.
+
+        With WANDB.ENABLED also that of Weights & Biases, the same in all stages.
+        """
         title = f"phase {self.phase}/{len(self.data.scenario.phases)} {self.stage}"
         plan = planned_stages(self.run_cfg, self.data.scenario)
         index = [(each.phase, each.name) for each in plan].index((self.phase, self.stage))
@@ -233,6 +237,7 @@ class IncrementalTrainer(TrainerBase):
         return [
             StageWriter(title, self._offset, self.steps, total),
             JSONWriter(str(self.ledger.root / "metrics.json")),
+            *([self._wandb] if self._wandb else []),  # before TensorBoard's, which clears pictures
             TensorboardXWriter(str(self.ledger.root / "tensorboard")),
         ]
 
@@ -292,6 +297,7 @@ class IncrementalTrainer(TrainerBase):
             self.ledger.start_log()
             for line in self.data.consequences():
                 logger.warning("%s", line)
+            self._wandb = WandbWriter(self.run_cfg) if self.run_cfg.WANDB.ENABLED else None
         self._begun = True
 
     def train(self) -> dict[str, Any]:
@@ -302,11 +308,14 @@ class IncrementalTrainer(TrainerBase):
         if not self._begun:
             self.resume_or_load(resume=False)
         self._offset, self._inputs = 0, {}
+        failed = True
         with StopRequest() as self._stop:
             try:
                 for phase in self.data.scenario.phases:
                     self._train_phase(phase.index)
-                return write_summary(self.run_cfg, self.data.scenario)
+                results = write_summary(self.run_cfg, self.data.scenario)
+                failed = False
+                return results
             except (InputError, OSError):
                 raise
             except Exception as error:
@@ -318,6 +327,8 @@ class IncrementalTrainer(TrainerBase):
             finally:
                 self.cfg = self.run_cfg
                 self._begun = False
+                if self._wandb is not None:
+                    self._wandb.finish(failed)
                 self.ledger.close()
 
     def evaluate(self) -> dict[str, Any]:
@@ -423,6 +434,9 @@ class IncrementalTrainer(TrainerBase):
                 write_json(self.ledger.folder(phase, "evaluate") / name, content)
             facts = {"seconds": time.perf_counter() - begin, "memory_mb": memory_mb()}
             self.ledger.finish(phase, "evaluate", [*files], self._inputs, facts)
+            if self._wandb is not None:
+                scalars = to_scalars(files["metrics.json"])
+                self._wandb.send(scalars, max(self._offset - 1, 0))
 
         from_rank0(finish)
 

@@ -239,9 +239,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         """
         curves = {"AP50": precision[0], "AP": precision.mean(axis=0)}
         return self._classes() | {
-            name: [
-                None if column[0] < 0 else np.round(column, 4).tolist() for column in curve.T
-            ]
+            name: [None if column[0] < 0 else np.round(column, 4).tolist() for column in curve.T]
             for name, curve in curves.items()
         }
 

@@ -16,7 +16,7 @@ from cldetr import __version__
 from cldetr.data.manifest import scenario_hash
 from cldetr.evaluation.average_precision import METRICS
 from cldetr.files import atomic_path
-from cldetr.report import ap_plots, tables, training_plots
+from cldetr.report import ap_plots, detection_plots, tables, training_plots
 from cldetr.report.plotting import Panel, Plot, bar_panels, panel_svg, save_plot, signed
 from cldetr.report.rundir import Run
 from cldetr.scenario import Scenario
@@ -30,6 +30,8 @@ def write_run_page(run: Run, folder: Path) -> Path:
     drawn = [
         ap_plots.ap_over_phases([tables.Group(run.method, (run,))]),
         ap_plots.category_change_plot(run),
+        detection_plots.confusion_plot(run),
+        detection_plots.precision_recall_plot(run),
         training_plots.distribution_plot(run),
         training_plots.training_plot(run),
         training_plots.stages_plot(run),
@@ -44,6 +46,7 @@ def write_run_page(run: Run, folder: Path) -> Path:
         diagnostics=_embed(run.diagnostics, problems),
         problems=problems,
         changes=tables.category_changes(run.results),
+        confusions=tables.largest_confusions(run.confusion),
         settings=tables.settings_set(run.settings),
     )
 
@@ -95,6 +98,7 @@ def _write_page(path: Path, template: str, **content: Any) -> Path:
         "cells": lambda scores: [signed(scores.get(metric)) for metric in METRICS],
         "mean": tables.mean_text,
         "thousands": _thousands,
+        "share": lambda x, key: f"{signed(100 * x[key] / x['objects'])}% ({_thousands(x[key])})",
         "duration": _duration,
         "setting": _show_value,
         "yaml": lambda data: yaml.safe_dump(data, sort_keys=False, allow_unicode=True),
