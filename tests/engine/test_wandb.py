@@ -15,9 +15,8 @@ from cldetr.errors import InputError
 
 from .conftest import train
 
-SHORT = (
-    "SCHEDULE.FIRST.MAX_STEPS 2 SCHEDULE.TRAIN.MAX_STEPS 4 SCHEDULE.CALIBRATE.MAX_STEPS 2".split()
-)
+SHORT = ("SCHEDULE.FIRST.MAX_STEPS", "2", "SCHEDULE.TRAIN.MAX_STEPS", "4")
+SHORT = (*SHORT, "SCHEDULE.CALIBRATE.MAX_STEPS", "2")
 
 
 def final_weights(folder):
@@ -129,7 +128,7 @@ def rows_of(records):
     ]  # fmt: skip
 
 
-class Stopped(Exception):
+class StopError(Exception):
     pass
 
 
@@ -139,7 +138,7 @@ class StoppingTrainer(IncrementalTrainer):
     def after_step(self):
         super().after_step()
         if self.phase == 2 and self.stage == "train" and self.step == 2:
-            raise Stopped
+            raise StopError
 
 
 def test_stages_and_starts_are_one_run_at_wandb_and_the_weights_are_the_same(
@@ -149,7 +148,7 @@ def test_stages_and_starts_are_one_run_at_wandb_and_the_weights_are_the_same(
     folder = tmp_path / "run"
     options = [*SHORT, "WANDB.ENABLED", "True", "WANDB.PROJECT", "zoo", "WANDB.NAME", "cats"]
     trainer = StoppingTrainer(tiny_config(folder, *options))
-    with pytest.raises(Stopped):
+    with pytest.raises(StopError):
         trainer.train()
     results = train(tiny_config(folder, *options), resume=True)
 

@@ -140,7 +140,7 @@ def test_curves_of_old_categories_have_their_mean_and_that_of_when_they_were_lea
 def test_many_curves_are_grey_but_for_the_lowest():
     count = 20
     last = curves()[2] | {"categories": [f"c{k}" for k in range(count)], "phases": [2] * count}
-    last |= dict.fromkeys(("AP50", "AP"), [[(k + 1) / 40] * 101 for k in range(count)])
+    last |= {key: [[(k + 1) / 40] * 101 for k in range(count)] for key in ("AP50", "AP")}
     [panel] = precision_recall_plot(run_of(None, curves={2: last})).panels
     assert panel.title == "All categories, IoU 0.5"
     named = [text.get_text() for text in drawn(panel).get_legend().get_texts()]

@@ -140,7 +140,8 @@ def _evaluate_run(cfg: CfgNode, data: RunData, detector: Detector, test: Test) -
     """
     root, scenario = Path(cfg.OUTPUT_DIR), data.scenario
     from_rank0(lambda: data.check(root))
-    entries, details = [], {}
+    entries: list[dict[str, Any]] = []
+    details: dict[str, Any] = {}
     for phase in scenario.phases:
         path = from_rank0(lambda index=phase.index: final_weights(root, index))  # type: ignore[misc]
         if path is None:

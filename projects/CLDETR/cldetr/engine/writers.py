@@ -87,8 +87,8 @@ class StageWriter(EventWriter):
 class WandbWriter(EventWriter):
     """Sends what TensorBoard gets to Weights & Biases, over all stages of a run as one W&B run.
 
-    The x-axis is `iteration`, the steps of the whole run. A resumed run goes on in the W&B run whose
-    id is in RUN/wandb.json. Training does not depend on W&B: where it fails, it is told once, and
+    The x-axis is `iteration`, the steps of the whole run. A resumed run goes on in the W&B run
+    whose id is in RUN/wandb.json. Training does not depend on W&B: a failure is logged once, and
     nothing more is sent.
     """
 
@@ -148,7 +148,7 @@ class WandbWriter(EventWriter):
 
     @contextmanager
     def _guard(self) -> Iterator[None]:
-        """Tells of an error and sends nothing from then on."""
+        """Logs an error and sends nothing from then on."""
         try:
             yield
         except Exception as error:

@@ -97,7 +97,8 @@ class IncrementalEvaluator(DatasetEvaluator):
         Args:
             name: of a test view of a run, which knows its scenario and phase, or of any other data
                 set: then all its classes are one group.
-            restrict_images, confusion_score: see the constructor.
+            restrict_images: see the constructor.
+            confusion_score: see the constructor.
         """
         options: dict[str, Any] = {
             "restrict_images": restrict_images,

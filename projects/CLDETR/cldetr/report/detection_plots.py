@@ -72,7 +72,7 @@ def _draw_confusion(confusion: Mapping[str, Any], numbered: bool, ax: Axes) -> N
         ax.plot(frame, [extent[3], extent[2], extent[2], extent[3], extent[3]], color=MUTED, lw=0.8)
     if numbered:
         for i, j in np.argwhere(shares >= 0.005):
-            style = {"ha": "center", "va": "center", "fontsize": 9}
+            style: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 9}
             ax.text(at[j] + 0.5, at[i] + 0.5, f"{100 * shares[i, j]:.0f}", **style)
     _draw_phase_borders(confusion["phases"], end + 1, ax)
     names = [tidy(name, 16) for name in confusion["categories"]]
@@ -107,13 +107,21 @@ def _draw_phase_borders(phases: Sequence[int], end: float, ax: Axes) -> None:
     for k in range(1, len(phases)):
         if phases[k] != phases[k - 1]:
             strong = phases[k] == last
-            style = {"color": INK if strong else MUTED, "linewidth": 1.8 if strong else 0.8}
-            ax.plot([k, k], [0, end], **style)
-            ax.plot([0, end], [k, k], **style)
+            line: dict[str, Any] = {
+                "color": INK if strong else MUTED,
+                "linewidth": 1.8 if strong else 0.8,
+            }
+            ax.plot([k, k], [0, end], **line)
+            ax.plot([0, end], [k, k], **line)
     old = sum(phase < last for phase in phases)
     if old:
         for name, middle in (("old", old / 2), ("new", (old + len(phases)) / 2)):
-            style = {"ha": "center", "va": "center", "annotation_clip": False, "fontweight": "bold"}
+            style: dict[str, Any] = {
+                "ha": "center",
+                "va": "center",
+                "annotation_clip": False,
+                "fontweight": "bold",
+            }
             ax.annotate(name, (middle, end + 0.6), **style)
             ax.annotate(name, (end + 0.6, middle), rotation=270, **style)
 
@@ -127,7 +135,7 @@ def _draw_curves(curves: Curves, members: Sequence[int], ax: Axes) -> None:
     for k, colour in zip(worst[:_NAMED], COLOURS, strict=False):
         label = f"{tidy(last['categories'][k], 18)} {100 * at50[k].mean():.1f}"
         ax.plot(RECALLS, at50[k], color=colour, linewidth=1.2, label=label)
-    lines = [("mean", list(at50.values()), "-")]
+    lines: list[tuple[str, Sequence[Any], str]] = [("mean", list(at50.values()), "-")]
     before = [_when_learnt(curves, k) for k in members]
     if any(last["phases"][k] < last["phase"] for k in members) and all(before):
         lines.append(("mean when learnt", before, "--"))
