@@ -81,7 +81,7 @@ def test_images_and_boxes_are_those_of_detectron2_with_the_same_transforms(tmp_p
     augmentation = Augmentation(
         short_sides=(30, 50), max_side=70, crop_short_sides=(36, 44), crop_size=(20, 30)
     )
-    # As floats: Detectron2 computes with integers in integers, and cuts off what is behind the point.
+    # As floats: Detectron2 truncates boxes that are given as integers.
     boxes = [(2.0, 3.0, 20.0, 10.0), (40.0, 20.0, 15.0, 18.0), (0.0, 0.0, 4.0, 4.0)]
     described = entry(path, boxes, crowd={1})
 

@@ -9,8 +9,8 @@ import types
 import pytest
 import torch
 
-from cldetr.config import check_keys
 from cldetr.engine import IncrementalTrainer
+from cldetr.engine.writers import check_wandb
 from cldetr.errors import InputError
 
 from .conftest import train
@@ -50,14 +50,12 @@ def test_a_run_is_refused_before_it_starts_where_wandb_is_not_installed(
     assert not (tmp_path / "run").exists()
 
 
-def test_the_folder_that_wandb_writes_is_not_taken_for_the_package(
-    tiny_config, tmp_path, monkeypatch
-):
+def test_the_folder_that_wandb_writes_is_not_taken_for_the_package(tmp_path, monkeypatch):
     (tmp_path / "wandb").mkdir()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     with pytest.raises(InputError, match="needs wandb"):
-        check_keys(tiny_config(tmp_path, "WANDB.ENABLED", "True"))
+        check_wandb(enabled=True)
 
 
 class Broken:

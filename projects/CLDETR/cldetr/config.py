@@ -9,7 +9,6 @@ model's keys are in `cldetr.modeling.config`.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -263,19 +262,9 @@ def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
         problems.append(
             f"TEST.CONFUSION_SCORE takes a score from 0 to 1, not {cfg.TEST.CONFUSION_SCORE}"
         )
-    if cfg.WANDB.ENABLED and not _installed("wandb"):
-        problems.append(
-            "WANDB.ENABLED needs wandb, which is not installed: pip install 'cldetr[wandb]'"
-        )
     if problems:
         raise InputError.listing("in the configuration:", problems)
     scenario_settings(cfg), method_of(cfg), schedule_of(cfg)  # each checks its own values
-
-
-def _installed(package: str) -> bool:
-    spec = importlib.util.find_spec(package)
-    # A folder of that name, such as the one that wandb writes to, has no origin.
-    return spec is not None and spec.origin is not None
 
 
 def check_model_keys(cfg: CN, read: Collection[str]) -> None:

@@ -65,7 +65,7 @@ from cldetr.engine.stages import (
 )
 from cldetr.engine.step import StageTrainer, build_optimizer
 from cldetr.engine.teacher_cache import cache_teacher_predictions, find_thresholds
-from cldetr.engine.writers import StageWriter, WandbWriter, memory_mb
+from cldetr.engine.writers import StageWriter, WandbWriter, check_wandb, memory_mb
 from cldetr.errors import InputError, blame
 from cldetr.evaluation.evaluator import IncrementalEvaluator, split_details, to_scalars
 from cldetr.files import sha256_file, write_json
@@ -108,6 +108,7 @@ class IncrementalTrainer(TrainerBase):
         """
         super().__init__()
         check_keys(cfg, overridden=_overridden(type(self), cfg))
+        check_wandb(cfg.WANDB.ENABLED)
         self.method = method_of(cfg)
         self.run_cfg, self.data = resolve(cfg)
         self.cfg = self.run_cfg

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import logging
 import resource
 import secrets
@@ -18,6 +19,7 @@ from detectron2.utils.events import EventStorage, EventWriter, get_event_storage
 
 from cldetr.config import identity
 from cldetr.engine.ledger import read_json
+from cldetr.errors import InputError
 from cldetr.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -158,6 +160,16 @@ class WandbWriter(EventWriter):
                 type(error).__name__,
                 error,
             )
+
+
+def check_wandb(enabled: bool) -> None:
+    """Refuses WANDB.ENABLED where wandb is not installed, before anything is read or written."""
+    spec = importlib.util.find_spec("wandb") if enabled else None
+    # The folder that wandb writes to, which has its name, has no origin.
+    if enabled and (spec is None or spec.origin is None):
+        raise InputError(
+            "WANDB.ENABLED needs wandb, which is not installed: pip install 'cldetr[wandb]'"
+        )
 
 
 def _wandb_id(path: Path) -> str:
