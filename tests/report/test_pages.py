@@ -120,6 +120,16 @@ def test_the_page_says_how_many_objects_are_confused(tmp_path):
     assert text.index("cat") < text.index("dog")
 
 
+def test_runs_are_compared_by_what_they_confuse(tmp_path):
+    runs = [run_of(two_phases(), "a", confusion=confusion()), run_of(two_phases(), "b")]
+    page = write_comparison(runs, tmp_path).read_text()
+    part = page[page.index("What is confused</h2>") :]
+    cells = re.findall(r"<td>([^<]*)</td>", part[: part.index("</table>")])
+    assert cells == ["58.8", "15.7", "19.6", "66.7", "15.6", "17.8"]  # of 51 old and 45 new objects
+    page = write_comparison(runs[1:] * 2, tmp_path).read_text()
+    assert "What is confused" not in page
+
+
 def test_several_phases_have_a_table_of_each_phases_categories(tmp_path):
     old = {"cat": 30.0, "dog": 20.0}
     phases = [entry(1, {"cat": 40.0}), entry(2, old, ("cat",))]

@@ -67,6 +67,7 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> Path:
         groups=groups,
         plots=_save_plots(drawn, folder),
         known=known,
+        confused=[group for group in groups if group.confused("old", "correct")],
         differences=tables.settings_that_differ([group.runs[0].settings for group in known]),
     )
 

@@ -246,6 +246,15 @@ class Group:
                 values[name] += [] if scores["AP"] is None else [scores["AP"]]
         return {name: fmean(found) for name, found in values.items() if found}
 
+    def confused(self, objects: str, key: str) -> list[float]:
+        """Of the "old" or "new" objects those that are "correct", "as_new" and so on, in percent.
+
+        After the last phase of each finished run that has such objects.
+        """
+        summaries = [run.confusion["summary"] for run in self.finished if run.confusion]
+        found = [summary[objects] for summary in summaries]
+        return [100 * counts[key] / counts["objects"] for counts in found if counts["objects"]]
+
     def _results(self) -> list[dict[str, Any]]:
         return [run.results for run in self.finished if run.results]
 
