@@ -236,6 +236,22 @@ BENCHMARKS = (
         ),
     ),
     Benchmark(
+        "loader",
+        "loader.py",
+        (),
+        ("--images", "8", "--repeat", "1"),
+        (
+            Row("loading against Detectron2's mapper", last("speed_of_detectron2"), "×", 0.97),
+            Row(
+                "loader processes that an A100 needs",
+                last("workers_per_gpu", "at_training_size"),
+                "",
+                2,
+                True,
+            ),
+        ),
+    ),
+    Benchmark(
         "start",
         "start.py",
         (),

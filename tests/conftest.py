@@ -5,6 +5,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ["WANDB_MODE"] = "offline"
 
 import pytest
 import torch

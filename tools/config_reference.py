@@ -135,7 +135,16 @@ SECTIONS = {
     "Data": ("DATASETS.", "INPUT.", "DATALOADER."),
     "Training": ("SOLVER.", "FLOAT32_"),
     "Model": ("MODEL.",),
-    "Evaluation and run": ("TEST.", "OUTPUT_DIR", "SEED", "LOG_", "VIS_", "REPORT", "CUDNN_"),
+    "Evaluation and run": (
+        "TEST.",
+        "OUTPUT_DIR",
+        "SEED",
+        "LOG_",
+        "VIS_",
+        "WANDB.",
+        "REPORT",
+        "CUDNN_",
+    ),
     "Set by the trainer": ("STAGE", "LAZY"),
 }
 
@@ -227,7 +236,7 @@ def config_rows() -> dict[str, tuple[Any, str]]:
     """Key → (default, description) for all keys outside of the settings dataclasses."""
     written = {
         key: text
-        for function in (config.add_cldetr_config, add_model_config)
+        for function in (config.add_cldetr_config, config.add_output_config, add_model_config)
         for key, text in comments(function)
     }
     stock, ours = dict(leaves(get_cfg())), dict(leaves(default_config()))

@@ -2,6 +2,9 @@
 
 import numpy as np
 import pytest
+import torch
+from detectron2.data import DatasetMapper
+from detectron2.data import transforms as T
 from detectron2.structures import BoxMode
 from PIL import Image
 
@@ -58,6 +61,39 @@ def test_boxes_follow_the_pixels_through_every_augmentation(picture):
         seen += 1
         np.testing.assert_allclose(boxes[0].numpy(), red_box(mapped["image"]), atol=1.6)
     assert seen > 40
+
+
+class Fixed(T.Augmentation):
+    """Gives Detectron2's mapper transforms that are drawn already."""
+
+    def __init__(self, transforms):
+        self.transforms = transforms
+
+    def get_transform(self, image):
+        return self.transforms
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_images_and_boxes_are_those_of_detectron2_with_the_same_transforms(tmp_path, seed):
+    rng = np.random.default_rng(seed)
+    path = tmp_path / "noise.jpg"
+    Image.fromarray(rng.integers(0, 256, (40, 60, 3), dtype=np.uint8)).save(path)
+    augmentation = Augmentation(
+        short_sides=(30, 50), max_side=70, crop_short_sides=(36, 44), crop_size=(20, 30)
+    )
+    # As floats: Detectron2 truncates boxes that are given as integers.
+    boxes = [(2.0, 3.0, 20.0, 10.0), (40.0, 20.0, 15.0, 18.0), (0.0, 0.0, 4.0, 4.0)]
+    described = entry(path, boxes, crowd={1})
+
+    ours = Mapper(augmentation, training=True)(described, np.random.default_rng(seed))
+    drawn = Fixed(augmentation.draw(40, 60, np.random.default_rng(seed)))
+    theirs = DatasetMapper(is_train=True, augmentations=[drawn], image_format="RGB")(described)
+
+    assert torch.equal(ours["image"], theirs["image"])
+    assert torch.equal(ours["instances"].gt_classes, theirs["instances"].gt_classes)
+    torch.testing.assert_close(
+        ours["instances"].gt_boxes.tensor, theirs["instances"].gt_boxes.tensor
+    )
 
 
 def test_sizes_are_those_asked_for(picture):

@@ -69,6 +69,9 @@ def test_a_finished_run_takes_another_test_set(tiny_config, tiny_shapes, tmp_pat
     assert [entry["stage"] for entry in found["phases"]] == ["train", "calibrate"]
     assert (tmp_path / "results.json").read_bytes() == before
     assert (tmp_path / "results_hold_out.csv").exists()
+    confusion = json.loads((tmp_path / "results_hold_out_confusion.json").read_text())
+    assert (confusion["phase"], len(confusion["counts"])) == (2, 5)
+    assert (tmp_path / "results_hold_out_precision_recall.json").exists()
     stored = json.loads((tmp_path / "identity.json").read_text())["identity"]
     assert stored["DATASETS.TEST"] != ["hold_out"]
 

@@ -43,6 +43,38 @@ def two_phases(first=40.0, kept=30.0, new=50.0, names=("cat", "dog", "bird")):
     )
 
 
+def confusion(names=("cat", "dog", "bird")):
+    """The confusion.json of two old categories and a new one; the summary is added up by hand."""
+    return {
+        "phase": 2,
+        "categories": list(names),
+        "phases": [1, 1, 2],
+        "min_score": 0.3,
+        "counts": [  # as the first, as the second, as the new one, missed
+            [10, 2, 3, 4],
+            [1, 20, 5, 6],
+            [7, 0, 30, 8],
+            [9, 1, 2, 0],  # background
+        ],
+        "summary": {
+            "old": {"objects": 51, "correct": 30, "as_old": 3, "as_new": 8, "missed": 10},
+            "new": {"objects": 45, "correct": 30, "as_old": 7, "as_new": 0, "missed": 8},
+            "background": {"as_old": 10, "as_new": 2},
+        },
+    }
+
+
+def curves(names=("cat", "dog", "bird")):
+    """The precision_recall.json of both phases: flat curves; the new category has no object."""
+
+    def phase(number, count, levels):
+        flat = [None if level is None else [level] * 101 for level in levels]
+        classes = {"categories": list(names[:count]), "phases": [1, 1, 2][:count]}
+        return {"phase": number, **classes, "AP50": flat, "AP": flat}
+
+    return {1: phase(1, 2, [0.8, 0.6]), 2: phase(2, 3, [0.5, 0.25, None])}
+
+
 def run_of(results, folder="run", **parts):
     return Run(folder=Path(folder), results=results, **parts)
 

@@ -22,7 +22,7 @@ from cldetr.report.pages import write_comparison, write_run_page
 from cldetr.report.rundir import read_run
 from cldetr.train import show_run
 
-from .synthetic import entry, run_of, two_domains, two_phases
+from .synthetic import confusion, curves, entry, run_of, two_domains, two_phases
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -45,13 +45,16 @@ def test_the_page_of_a_run_has_its_numbers_and_loads_nothing(drawn_run):
     assert loads(page) == []
     assert page.count("<svg") >= 10
     names = {"ap_over_phases", "category_change", "category_distribution"}
-    names |= {"training", "time_and_memory"}
+    names |= {"training", "time_and_memory", "confusion", "precision_recall"}
     assert {path.stem for path in (drawn_run / "report/figures").iterdir()} == names
 
 
 def test_names_from_data_are_text_everywhere_on_the_page(tmp_path):
+    names = (SCRIPT, '"><img src=x onerror=alert(1)>', "bird")
     run = run_of(
-        two_phases(names=(SCRIPT, '"><img src=x onerror=alert(1)>', "bird")),
+        two_phases(names=names),
+        confusion=confusion(names=names),
+        curves=curves(names=names),
         settings={"METHOD.NAME": SCRIPT, "DATASETS.TRAIN": [SCRIPT]},
         problems=[SCRIPT],
         starts=[{"time": SCRIPT, "device": SCRIPT, "processes": 1, "versions": {"torch": SCRIPT}}],
@@ -100,6 +103,31 @@ def test_a_run_of_one_phase_and_a_run_without_results_have_pages(tmp_path):
     one = {**results, "phases": results["phases"][:1], "fpp": None}
     assert "AP of categories of phase 1" in write_run_page(run_of(one), tmp_path).read_text()
     assert "No phase is evaluated yet" in write_run_page(run_of(None), tmp_path).read_text()
+
+
+def test_the_page_says_how_many_objects_are_confused(tmp_path):
+    page = write_run_page(run_of(two_phases(), confusion=confusion()), tmp_path).read_text()
+    text = re.sub(r"\s+", " ", page[page.index("What is confused</h2>") :])
+    for cells in (
+        ("old categories", "51", "58.8% (30)", "5.9% (3)", "15.7% (8)", "19.6% (10)"),
+        ("new categories", "45", "66.7% (30)", "15.6% (7)", "0.0% (0)", "17.8% (8)"),
+        ("bird", "cat", "new as old", "7", "15.6%"),  # the largest confusion comes first
+    ):
+        head, *rest = (f"<td>{cell}</td>" for cell in cells)
+        text = text[text.index(head.replace("<td>", '<td class="text">')) :]
+        for cell in rest:
+            assert cell in text.replace('<td class="text">', "<td>")[:400], cell
+    assert text.index("cat") < text.index("dog")
+
+
+def test_runs_are_compared_by_what_they_confuse(tmp_path):
+    runs = [run_of(two_phases(), "a", confusion=confusion()), run_of(two_phases(), "b")]
+    page = write_comparison(runs, tmp_path).read_text()
+    part = page[page.index("What is confused</h2>") :]
+    cells = re.findall(r"<td>([^<]*)</td>", part[: part.index("</table>")])
+    assert cells == ["58.8", "15.7", "19.6", "66.7", "15.6", "17.8"]  # of 51 old and 45 new objects
+    page = write_comparison(runs[1:] * 2, tmp_path).read_text()
+    assert "What is confused" not in page
 
 
 def test_several_phases_have_a_table_of_each_phases_categories(tmp_path):

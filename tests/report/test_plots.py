@@ -8,11 +8,12 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from cldetr.report.ap_plots import ap_over_phases, category_change_plot, final_ap
+from cldetr.report.detection_plots import confusion_plot, precision_recall_plot
 from cldetr.report.plotting import MAX_ROWS, panel_svg, row_panels, save_plot, tidy
 from cldetr.report.tables import Group
 from cldetr.report.training_plots import distribution_plot, stages_plot, training_plot
 
-from .synthetic import run_of, trained, two_phases
+from .synthetic import confusion, curves, run_of, trained, two_phases
 
 
 def drawn(panel):
@@ -85,10 +86,67 @@ def test_loss_curves_stop_at_the_end_of_a_stage():
 
 def test_runs_without_anything_to_show_have_no_empty_charts():
     run = run_of(None)
-    for make in (category_change_plot, distribution_plot, training_plot, stages_plot):
+    for make in (
+        *(category_change_plot, distribution_plot, training_plot, stages_plot),
+        *(confusion_plot, precision_recall_plot),
+    ):
         assert make(run).panels == []
     for draw in (ap_over_phases, final_ap):
         assert draw([Group("a", (run,))]).panels == []
+
+
+def test_a_confusion_matrix_has_the_share_of_each_row_and_a_border_between_old_and_new():
+    [panel] = confusion_plot(run_of(None, confusion=confusion())).panels
+    ax = drawn(panel)
+    shares = {(t.get_position()[1], t.get_position()[0]): t.get_text() for t in ax.texts}
+    assert [shares.get((0.5, x)) for x in (0.5, 1.5, 2.5, 3.9)] == ["53", "11", "16", "21"]  # of 19
+    assert (2.5, 1.5) not in shares  # no new object is taken for a dog
+    assert [label.get_text() for label in ax.get_yticklabels()] == [
+        *("cat", "dog", "bird", "background")
+    ]
+    assert [label.get_text() for label in ax.get_xticklabels()][-1] == "missed"
+    strong = [line for line in ax.lines if line.get_linewidth() > 1.5]
+    assert [(set(line.get_xdata()), set(line.get_ydata())) for line in strong] == [
+        ({2}, {0, 4.4}),
+        ({0, 4.4}, {2}),
+    ]
+
+
+def test_a_matrix_of_80_categories_fits_on_a_page_and_has_no_numbers():
+    names = [f"category {k}" for k in range(80)]
+    counts = [[int(i == j) for j in range(81)] for i in range(81)]
+    large = {**confusion(), "categories": names, "phases": [1] * 70 + [2] * 10, "counts": counts}
+    [panel] = confusion_plot(run_of(None, confusion=large)).panels
+    assert panel.width < 1120
+    ax = drawn(panel)
+    assert {text.get_text() for text in ax.texts} == {"old", "new"}
+    assert len(ax.get_yticklabels()) == 81
+    assert ax.get_yticklabels()[0].get_fontsize() >= 9
+
+
+def test_curves_of_old_categories_have_their_mean_and_that_of_when_they_were_learnt():
+    [old] = precision_recall_plot(run_of(None, curves=curves())).panels  # the new one has no object
+    assert old.title == "Old categories, IoU 0.5"
+    lines = {line.get_label(): line.get_ydata()[50] for line in drawn(old).lines}
+    assert lines == {
+        "dog 25.0": 0.25,  # the lowest first
+        "cat 50.0": 0.5,
+        "mean 37.5": 0.375,
+        "mean when learnt 70.0": pytest.approx(0.7),
+        "mean of all IoU 37.5": 0.375,
+    }
+
+
+def test_many_curves_are_grey_but_for_the_lowest():
+    count = 20
+    last = curves()[2] | {"categories": [f"c{k}" for k in range(count)], "phases": [2] * count}
+    last |= {key: [[(k + 1) / 40] * 101 for k in range(count)] for key in ("AP50", "AP")}
+    [panel] = precision_recall_plot(run_of(None, curves={2: last})).panels
+    assert panel.title == "All categories, IoU 0.5"
+    named = [text.get_text() for text in drawn(panel).get_legend().get_texts()]
+    assert named[:2] == ["mean 26.2", "mean of all IoU 26.2"]
+    assert named[2:] == [f"c{k} {2.5 * (k + 1):.1f}" for k in range(8)]
+    assert len(drawn(panel).lines) == count + 2
 
 
 def test_many_categories_are_divided_among_panels_of_readable_height():

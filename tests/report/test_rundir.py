@@ -33,6 +33,9 @@ def test_a_finished_run_is_read_whole(tiny_run):
     assert len(run.memory.phases) == 2
     assert run.audit["phases"][0]["classes"] == 3
     assert set(run.starts[0]["versions"]) >= {"cldetr", "torch", "detectron2"}
+    assert run.confusion == json.loads((tiny_run / "phase2/evaluate/confusion.json").read_text())
+    assert run.confusion["phases"] == [1, 1, 1, 2]
+    assert list(run.curves) == [1, 2]
     steps = sum(stage.steps for stage in run.stages)
     assert run.curve[-1]["iteration"] == steps - 1
     assert [span.last for span in training_spans(run)][-1] == steps
@@ -75,6 +78,8 @@ def test_a_run_that_has_just_begun_has_nothing_but_its_config(copy):
         "phase1/train/stage.json",
         "phase2/select/memory.json",
         "phase2/evaluate/metrics.json",
+        "phase2/evaluate/confusion.json",
+        "phase2/evaluate/precision_recall.json",
     ],
 )
 @pytest.mark.parametrize("damage", ["cut off", "another shape", "no text"])
@@ -92,6 +97,19 @@ def test_a_broken_file_is_named_and_the_rest_is_read(copy, name, damage):
     assert str(copy) not in run.problems[0]
     assert run.results is not None or name == "identity.json"
     assert run.finished or name == "phase2/evaluate/metrics.json" or name == "manifest.json"
+
+
+def test_a_matrix_or_curves_of_another_size_are_named_and_not_drawn(copy, tmp_path):
+    for name, key in (("confusion", "counts"), ("precision_recall", "AP50")):
+        path = copy / f"phase2/evaluate/{name}.json"
+        content = json.loads(path.read_text())
+        content[key][1] = [0]
+        path.write_text(json.dumps(content))
+    run = read_run(copy)
+    assert len(run.problems) == 2
+    assert run.confusion["phase"] == 1
+    assert list(run.curves) == [1]
+    write_run_page(run, tmp_path / "page")
 
 
 def test_a_run_from_before_a_metric_is_read_and_drawn_without_it(copy, tmp_path):

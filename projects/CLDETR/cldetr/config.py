@@ -102,16 +102,26 @@ def add_cldetr_config(cfg: CN) -> None:
     cfg.TEST.RESTRICT_IMAGES = False  # the released code's restricted image set
     # Add Pascal VOC's AP at an IoU of 0.5, 11-point (VOC07) and all-point (VOC12).
     cfg.TEST.VOC_METRICS = False
+    cfg.TEST.CONFUSION_SCORE = 0.3  # least score of detections in the confusion matrix
     cfg.TEST.JOINT_RESULTS = ""  # results.json of a joint run, for the gap to it
 
     cfg.DATALOADER.NUM_WORKERS = 2
     cfg.DATALOADER.ASPECT_RATIO_GROUPING = False  # samples are addressed by position
     cfg.DATALOADER.FILTER_EMPTY_ANNOTATIONS = False  # skip images without any annotation
-    cfg.OUTPUT_DIR = "output"
     cfg.SEED = 0
+    add_output_config(cfg)
+
+
+def add_output_config(cfg: CN) -> None:
+    """Adds the keys of what a run writes."""
+    cfg.OUTPUT_DIR = "output"
     cfg.VIS_PERIOD = 1000  # steps between pictures of a stage in TensorBoard; 0: none
     cfg.LOG_IMAGES = 3  # images in each of them
     cfg.LOG_PERIOD = 20
+    cfg.WANDB = CN()
+    cfg.WANDB.ENABLED = False  # send numbers and pictures to Weights & Biases, too
+    cfg.WANDB.PROJECT = "cldetr"  # project at W&B
+    cfg.WANDB.NAME = ""  # name of the run at W&B; OUTPUT_DIR by default
     cfg.REPORT = True  # end a run with pictures, diagnostics and a page of it
 
 
@@ -121,6 +131,7 @@ RUNTIME_KEYS = frozenset(
         *("VERSION", "OUTPUT_DIR", "MODEL.DEVICE", "DATALOADER.NUM_WORKERS", "CUDNN_BENCHMARK"),
         *("LOG_PERIOD", "LOG_IMAGES", "VIS_PERIOD", "REPORT", "SOLVER.CHECKPOINT_PERIOD"),
         *("TEST.EVAL_PERIOD", "TEST.JOINT_RESULTS", "TEST.EXPECTED_RESULTS"),
+        *("TEST.CONFUSION_SCORE", "WANDB.ENABLED", "WANDB.PROJECT", "WANDB.NAME"),
     }
 )
 
@@ -253,6 +264,10 @@ def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
     if cfg.FLOAT32_PRECISION not in ("", "highest", "high", "medium"):
         problems.append(
             f'FLOAT32_PRECISION takes highest, high, medium or "", not {cfg.FLOAT32_PRECISION!r}'
+        )
+    if not 0 <= cfg.TEST.CONFUSION_SCORE <= 1:
+        problems.append(
+            f"TEST.CONFUSION_SCORE takes a score from 0 to 1, not {cfg.TEST.CONFUSION_SCORE}"
         )
     if problems:
         raise InputError.listing("in the configuration:", problems)

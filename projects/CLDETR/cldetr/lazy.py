@@ -76,6 +76,9 @@ _KEYS = {
     "train.log_period": "LOG_PERIOD",
     "train.log_images": "LOG_IMAGES",
     "train.vis_period": "VIS_PERIOD",
+    "train.wandb.enabled": "WANDB.ENABLED",
+    "train.wandb.project": "WANDB.PROJECT",
+    "train.wandb.name": "WANDB.NAME",
     "train.report": "REPORT",
 }
 _SECTIONS = ("input", "datasets", "solver", "test", "dataloader", *_SETTINGS)

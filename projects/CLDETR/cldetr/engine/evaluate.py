@@ -20,7 +20,7 @@ from cldetr.engine.restore import final_weights
 from cldetr.engine.rundata import RunData
 from cldetr.engine.stages import evaluation_config, see_classes
 from cldetr.errors import InputError
-from cldetr.evaluation.evaluator import to_plain
+from cldetr.evaluation.evaluator import split_details
 from cldetr.evaluation.results import (
     format_entry,
     format_matrix,
@@ -29,6 +29,7 @@ from cldetr.evaluation.results import (
     summarise,
     write_results,
 )
+from cldetr.files import write_json
 from cldetr.modeling.detector import Detector
 from cldetr.scenario import Scenario
 
@@ -134,11 +135,13 @@ def _evaluate_weights(
 def _evaluate_run(cfg: CfgNode, data: RunData, detector: Detector, test: Test) -> dict[str, Any]:
     """Evaluates the weights after each phase of a finished run on DATASETS.TEST.
 
-    The run's own results stay; these are in results_<data set>.json and .csv beside them.
+    The run's own results stay; these are in results_<data set>.json and .csv beside them, what is
+    confused after the last phase and its curves in results_<data set>_confusion.json and so on.
     """
     root, scenario = Path(cfg.OUTPUT_DIR), data.scenario
     from_rank0(lambda: data.check(root))
-    entries = []
+    entries: list[dict[str, Any]] = []
+    details: dict[str, Any] = {}
     for phase in scenario.phases:
         path = from_rank0(lambda index=phase.index: final_weights(root, index))  # type: ignore[misc]
         if path is None:
@@ -146,12 +149,15 @@ def _evaluate_run(cfg: CfgNode, data: RunData, detector: Detector, test: Test) -
         load_into(detector, load_state(path)["model"], str(path))
         see_classes(detector, scenario, phase.index)
         entry = test(evaluation_config(cfg, phase.index, data.name("test", phase.index)), detector)
-        entries.append({**to_plain(entry), "stage": path.parent.name})
+        metrics, details = split_details(entry)
+        entries.append({**metrics, "stage": path.parent.name})
     if not comm.is_main_process():
         return {}
     results = summarise(entries, scenario=scenario.name, method=method_of(cfg).name)
     name = "_".join(Path(word.split(".json:")[0]).name for word in cfg.DATASETS.TEST)
     write_results(results, root, f"results_{name}")
+    for kind, content in details.items():
+        write_json(root / f"results_{name}_{kind}.json", content)
     logger.info("written: %s", root / f"results_{name}.json")
     return results
 

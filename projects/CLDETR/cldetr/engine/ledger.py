@@ -7,8 +7,8 @@
     RUN/phase2/train/      predictions/ too, with METHOD.PSEUDO.CACHE
     RUN/phase1/select/     memory.json  exemplars_phase1.json  stage.json
     RUN/phase2/calibrate/  model.pth  stage.json
-    RUN/phase2/evaluate/   metrics.json  stage.json
-    RUN/results.json  results.csv  metrics.json  log.txt
+    RUN/phase2/evaluate/   metrics.json  confusion.json  precision_recall.json  stage.json
+    RUN/results.json  results.csv  metrics.json  log.txt  (wandb.json)
 
 A stage writes its outputs, then `stage.json` with their digests, last and atomically. A stage
 without it did not happen; a stage with it never runs again.
@@ -173,7 +173,8 @@ class Ledger:
                 f"{self.root} already holds a run: add --resume to go on with it, "
                 "or choose another OUTPUT_DIR"
             )
-        for name in ("manifest.json", "audit.json", "starts.json", "metrics.json", "identity.json"):
+        files = ("manifest.json", "audit.json", "starts.json", "metrics.json", "wandb.json")
+        for name in (*files, "identity.json"):
             (self.root / name).unlink(missing_ok=True)  # the identity last: it marks a run
 
     def _note_start(self, device: str) -> None:

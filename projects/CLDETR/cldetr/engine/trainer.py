@@ -30,7 +30,6 @@ from cldetr.engine.checkpoint import (
     load_state,
     save_state,
 )
-from cldetr.engine.console import StageWriter, memory_mb
 from cldetr.engine.evaluate import evaluate, run_evaluator, write_summary
 from cldetr.engine.hooks import (
     AverageHook,
@@ -68,8 +67,9 @@ from cldetr.engine.stages import (
 )
 from cldetr.engine.step import StageTrainer, build_optimizer
 from cldetr.engine.teacher_cache import cache_teacher_predictions, find_thresholds
+from cldetr.engine.writers import StageWriter, WandbWriter, check_wandb, memory_mb
 from cldetr.errors import InputError, blame
-from cldetr.evaluation.evaluator import IncrementalEvaluator, to_plain, to_scalars
+from cldetr.evaluation.evaluator import IncrementalEvaluator, split_details, to_scalars
 from cldetr.files import sha256_file, write_json
 from cldetr.lazy import lazy_part
 from cldetr.methods.learner import Learner
@@ -110,6 +110,7 @@ class IncrementalTrainer(TrainerBase):
         """
         super().__init__()
         check_keys(cfg, overridden=_overridden(type(self), cfg))
+        check_wandb(cfg.WANDB.ENABLED)
         self.method = method_of(cfg)
         self.run_cfg, self.data = resolve(cfg)
         self.cfg = self.run_cfg
@@ -125,6 +126,7 @@ class IncrementalTrainer(TrainerBase):
         self._offset = 0  # training steps of the stages that are done
         self._inputs: dict[str, str] = {}  # digest of the weights that the next stage starts from
         self._stop = StopRequest()
+        self._wandb: WandbWriter | None = None
 
     # What a subclass may override, with Detectron2's names.
 
@@ -196,6 +198,7 @@ class IncrementalTrainer(TrainerBase):
             dataset_name,
             restrict_images=cfg.TEST.RESTRICT_IMAGES,
             voc_metrics=cfg.TEST.VOC_METRICS,
+            confusion_score=cfg.TEST.CONFUSION_SCORE,
         )
         more = lazy_part(cfg, "dataloader.evaluator", dataset_name=dataset_name)
         if more is None:
@@ -230,7 +233,10 @@ class IncrementalTrainer(TrainerBase):
         return chain
 
     def build_writers(self) -> list[EventWriter]:
-        """Builds the writers of a stage, on rank 0: console, metrics.json and TensorBoard."""
+        """Builds the writers of a stage, on rank 0: console, metrics.json and TensorBoard.
+
+        With WANDB.ENABLED also that of Weights & Biases, the same in all stages.
+        """
         title = f"phase {self.phase}/{len(self.data.scenario.phases)} {self.stage}"
         plan = planned_stages(self.run_cfg, self.data.scenario)
         index = [(each.phase, each.name) for each in plan].index((self.phase, self.stage))
@@ -238,6 +244,7 @@ class IncrementalTrainer(TrainerBase):
         return [
             StageWriter(title, self._offset, self.steps, total),
             JSONWriter(str(self.ledger.root / "metrics.json")),
+            *([self._wandb] if self._wandb else []),  # before TensorBoard's, which clears pictures
             TensorboardXWriter(str(self.ledger.root / "tensorboard")),
         ]
 
@@ -297,6 +304,7 @@ class IncrementalTrainer(TrainerBase):
             self.ledger.start_log()
             for line in self.data.consequences():
                 logger.warning("%s", line)
+            self._wandb = WandbWriter(self.run_cfg) if self.run_cfg.WANDB.ENABLED else None
         self._begun = True
 
     def train(self) -> dict[str, Any]:
@@ -307,11 +315,14 @@ class IncrementalTrainer(TrainerBase):
         if not self._begun:
             self.resume_or_load(resume=False)
         self._offset, self._inputs = 0, {}
+        failed = True
         with StopRequest() as self._stop:
             try:
                 for phase in self.data.scenario.phases:
                     self._train_phase(phase.index)
-                return write_summary(self.run_cfg, self.data.scenario)
+                results = write_summary(self.run_cfg, self.data.scenario)
+                failed = False
+                return results
             except (InputError, OSError):
                 raise
             except Exception as error:
@@ -323,6 +334,8 @@ class IncrementalTrainer(TrainerBase):
             finally:
                 self.cfg = self.run_cfg
                 self._begun = False
+                if self._wandb is not None:
+                    self._wandb.finish(failed)
                 self.ledger.close()
 
     def evaluate(self) -> dict[str, Any]:
@@ -417,11 +430,19 @@ class IncrementalTrainer(TrainerBase):
         entries |= self._evaluate_beside(cfg, self.ledger.folder(phase, stage))
 
         def finish() -> None:
+            files: dict[str, Any] = {}
             for name, entry in entries.items():
-                content = {**to_plain(entry), "stage": stage}
+                metrics, details = split_details(entry)
+                files[name] = {**metrics, "stage": stage}
+                for kind, content in details.items():
+                    files.setdefault(f"{kind}.json", content)  # of the phase's model, the first
+            for name, content in files.items():
                 write_json(self.ledger.folder(phase, "evaluate") / name, content)
             facts = {"seconds": time.perf_counter() - begin, "memory_mb": memory_mb()}
-            self.ledger.finish(phase, "evaluate", [*entries], self._inputs, facts)
+            self.ledger.finish(phase, "evaluate", [*files], self._inputs, facts)
+            if self._wandb is not None:
+                scalars = to_scalars(files["metrics.json"])
+                self._wandb.send(scalars, max(self._offset - 1, 0))
 
         from_rank0(finish)
 

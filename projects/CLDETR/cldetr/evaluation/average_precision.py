@@ -11,7 +11,7 @@ class with enough overlap), K classes, A = 4 area ranges, T = 10 IoU thresholds,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -126,6 +126,11 @@ class GroundTruth:
             areas=np.concatenate([truth.areas for truth in truths]),
             crowd=np.concatenate([truth.crowd for truth in truths]),
         )
+
+    def take(self, rows: np.ndarray) -> GroundTruth:
+        """Takes the objects given, of the same images."""
+        fields = ("images", "labels", "boxes", "areas", "crowd")
+        return replace(self, **{name: getattr(self, name)[rows] for name in fields})
 
     def judges(self, images: np.ndarray, labels: np.ndarray) -> np.ndarray:
         """Mask of detections whose label is annotated in their image's data set, (D,) bool."""
@@ -247,6 +252,40 @@ def match(truth: GroundTruth, detections: Detections) -> Matching:
         hits[found[winner], area, threshold] = ~ignored[objects[winner], area]
         misses[found[winner], area, threshold] = False
     return Matching(truth, detections, hits, misses, ignored)
+
+
+def match_any_class(truth: GroundTruth, detections: Detections) -> np.ndarray:
+    """Matches detections with objects of their image, whatever their classes.
+
+    One to one, greedily from the best scored: a detection takes the object of greatest overlap, at
+    least the lowest IoU threshold, that no better scored one has taken. Crowd regions are not
+    matched.
+
+    Returns:
+        (D,) int64, the index of each detection's object in `truth`; −1 where it has none.
+    """
+    kept = np.flatnonzero(~truth.crowd)
+    one_class = replace(truth.take(kept), labels=np.zeros_like(kept))
+    order = np.lexsort((-detections.scores, detections.images))
+    ordered = detections.take(order)
+    taken = np.zeros(len(kept), dtype=bool)
+    matched = np.full(len(order), -1)
+    for found, objects, _ in _rounds(one_class, ordered, pairs=ordered.images):
+        # The last of a detection's candidates that is free has the greatest overlap.
+        rank = ~taken[objects] * np.arange(1, len(found) + 1)
+        best = np.maximum.reduceat(rank, _run_starts(found))
+        winner = best[best > 0] - 1
+        taken[objects[winner]] = True
+        matched[order[found[winner]]] = kept[objects[winner]]
+    return matched
+
+
+def in_crowd(truth: GroundTruth, detections: Detections) -> np.ndarray:
+    """Mask of detections that lie in a crowd region of their class, (D,) bool."""
+    pairs = detections.labels * len(truth.image_ids) + detections.images
+    inside = np.zeros(len(pairs), dtype=bool)
+    inside[_candidates(truth.take(np.flatnonzero(truth.crowd)), detections, pairs)[0]] = True
+    return inside
 
 
 def _rounds(

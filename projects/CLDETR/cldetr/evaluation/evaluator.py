@@ -31,10 +31,19 @@ from cldetr.evaluation.average_precision import (
     mean_scores,
     summarise_precision,
 )
+from cldetr.evaluation.confusion import (
+    MIN_SCORE,
+    count_confusions,
+    describe_confusions,
+    summarise_confusions,
+)
 from cldetr.evaluation.voc import match_voc
 from cldetr.scenario import Scenario, make_separate_scenario
 
 logger = logging.getLogger(__name__)
+
+# Fields of an evaluation that are too large for results.json: a run writes each to its own file.
+DETAILS = ("confusion", "precision_recall")
 
 
 class IncrementalEvaluator(DatasetEvaluator):
@@ -57,6 +66,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         *,
         restrict_images: bool = False,
         voc_metrics: bool = False,
+        confusion_score: float = MIN_SCORE,
         image_ids: Sequence[Any] | None = None,
     ) -> None:
         """Prepares the evaluation of the model after a phase.
@@ -70,6 +80,7 @@ class IncrementalEvaluator(DatasetEvaluator):
                 cost nothing, so the numbers come out higher than COCO's. A single class is judged
                 on the images of all seen classes.
             voc_metrics: Add Pascal VOC's AP at an IoU of 0.5 (`cldetr.evaluation.voc`).
+            confusion_score: Detections below it do not enter the confusion matrix.
             image_ids: What the inputs call the images of `truth`, where that is something else.
         """
         if not 1 <= phase <= len(scenario.phases):
@@ -83,6 +94,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         self._phase = phase
         self._restrict_images = restrict_images
         self._voc_metrics = voc_metrics
+        self._confusion_score = confusion_score
         names = [truth.sources[source].name for source in truth.image_sources]
         ids = truth.image_ids.tolist() if image_ids is None else image_ids
         self._index_of = {key: index for index, key in enumerate(zip(names, ids, strict=True))}
@@ -90,7 +102,12 @@ class IncrementalEvaluator(DatasetEvaluator):
 
     @classmethod
     def from_dataset(
-        cls, name: str, *, restrict_images: bool = False, voc_metrics: bool = False
+        cls,
+        name: str,
+        *,
+        restrict_images: bool = False,
+        voc_metrics: bool = False,
+        confusion_score: float = MIN_SCORE,
     ) -> IncrementalEvaluator:
         """Prepares the evaluation on a registered data set.
 
@@ -99,8 +116,14 @@ class IncrementalEvaluator(DatasetEvaluator):
                 set: then all its classes are one group.
             restrict_images: see the constructor.
             voc_metrics: see the constructor.
+            confusion_score: see the constructor.
         """
-        build = functools.partial(cls, restrict_images=restrict_images, voc_metrics=voc_metrics)
+        build = functools.partial(
+            cls,
+            restrict_images=restrict_images,
+            voc_metrics=voc_metrics,
+            confusion_score=confusion_score,
+        )
         metadata, data = MetadataCatalog.get(name), DatasetCatalog.get(name)
         if isinstance(data, View):
             truth = GroundTruth.from_view(data)
@@ -172,12 +195,18 @@ class IncrementalEvaluator(DatasetEvaluator):
             len(predictions),
             time.perf_counter() - begin,
         )
+        logger.info(
+            "phase %d, detections of score %g and more: %s",
+            self._phase,
+            self._confusion_score,
+            describe_confusions(entry["confusion"]["summary"]),
+        )
         return entry
 
     def _score(self, detections: Detections) -> dict[str, Any]:
         matching = match(self._truth, detections)
         if self._scenario.protocol == "domains":
-            return self._score_domains(matching)
+            return self._score_domains(matching, detections)
         # Ascending, as pycocotools sorts its catIds: the means are then equal to the last bit.
         seen = np.sort(list(self._names))
         seen_images = self._truth.images_with(seen) if self._restrict_images else None
@@ -207,9 +236,10 @@ class IncrementalEvaluator(DatasetEvaluator):
             "per_category": {
                 name: score([label], seen_images) for label, name in self._names.items()
             },
+            **self._pictures(detections, seen_images, table),
         }
 
-    def _score_domains(self, matching: Matching) -> dict[str, Any]:
+    def _score_domains(self, matching: Matching, detections: Detections) -> dict[str, Any]:
         truth, labels = self._truth, np.sort(list(self._names))
         counted = truth.images_with(labels) if self._restrict_images else True
         tables = [
@@ -218,6 +248,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         ]
         domains = [summarise_precision(table) for table in tables]
         done = self._phase
+        seen_images = (truth.image_sources < done) & counted
         return {
             "phase": done,
             "all": mean_scores(domains[:done]),
@@ -231,6 +262,63 @@ class IncrementalEvaluator(DatasetEvaluator):
                 for label, name in self._names.items()
             },
             "domains": dict(zip((x.name for x in truth.sources), domains, strict=True)),
+            **self._pictures(detections, seen_images, matching.precision(labels, seen_images)),
+        }
+
+    def _pictures(
+        self, detections: Detections, images: np.ndarray | None, table: np.ndarray
+    ) -> dict[str, Any]:
+        """What is drawn rather than summed up: confusions and precision-recall curves.
+
+        Args:
+            detections: all of them.
+            images: (I,) bool, the images that count; None: all do.
+            table: (T, R, K, A) precision of the seen classes, by ascending label.
+        """
+        rows = np.argsort(np.argsort(list(self._names)))  # where each class is in the table
+        return {
+            "confusion": self._confusion(detections, images),
+            "precision_recall": self._precision_recall(table[:, :, rows, 0]),
+        }
+
+    def _confusion(self, detections: Detections, images: np.ndarray | None) -> dict[str, Any]:
+        """Counts which class each object was detected as, on the images that count."""
+        truth = self._truth
+        if images is not None:
+            truth = truth.take(np.flatnonzero(images[truth.images]))
+            detections = detections.take(np.flatnonzero(images[detections.images]))
+        counts = count_confusions(truth, detections, [*self._names], self._confusion_score)
+        classes = self._classes()
+        old = np.array(classes["phases"]) < self._phase
+        return {
+            **classes,
+            "min_score": self._confusion_score,
+            "counts": counts.tolist(),
+            "summary": summarise_confusions(counts, old),
+        }
+
+    def _precision_recall(self, precision: np.ndarray) -> dict[str, Any]:
+        """The precision of each class at each recall; None without an object to find.
+
+        Args:
+            precision: (T, R, K) of objects of all sizes.
+        """
+        curves = {"AP50": precision[0], "AP": precision.mean(axis=0)}
+        return self._classes() | {
+            name: [None if column[0] < 0 else np.round(column, 4).tolist() for column in curve.T]
+            for name, curve in curves.items()
+        }
+
+    def _classes(self) -> dict[str, Any]:
+        """The seen classes and the phase that each was learnt in."""
+        phase_of: dict[int, int] = {}
+        for number, phase in enumerate(self._scenario.phases[: self._phase], start=1):
+            for label in phase.classes:
+                phase_of.setdefault(label, number)
+        return {
+            "phase": self._phase,
+            "categories": list(self._names.values()),
+            "phases": [phase_of[label] for label in self._names],
         }
 
 
@@ -239,7 +327,7 @@ def to_scalars(entry: Mapping[str, Any]) -> dict[str, float]:
 
     Results of other evaluators are tasks of their own, as "bbox/AP".
     """
-    groups = {key: value for key, value in entry.items() if key != "per_category"}
+    groups = {k: v for k, v in entry.items() if k not in ("per_category", *DETAILS)}
     groups |= {f"group{i}": scores for i, scores in enumerate(entry.get("groups", ()), start=1)}
     return {
         f"{name}/{metric}": float(value)
@@ -248,6 +336,13 @@ def to_scalars(entry: Mapping[str, Any]) -> dict[str, float]:
         for metric, value in scores.items()
         if isinstance(value, (int, float)) and math.isfinite(value)
     }
+
+
+def split_details(entry: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Results as JSON data: the metrics, and by name the fields that have files of their own."""
+    plain = to_plain(entry)
+    details = {name: plain.pop(name) for name in DETAILS if name in plain}
+    return plain, details
 
 
 def to_plain(value: Any) -> Any:

@@ -16,7 +16,7 @@ from cldetr import __version__
 from cldetr.data.manifest import scenario_hash
 from cldetr.evaluation.results import metric_names
 from cldetr.files import atomic_path
-from cldetr.report import ap_plots, tables, training_plots
+from cldetr.report import ap_plots, detection_plots, tables, training_plots
 from cldetr.report.plotting import Panel, Plot, bar_panels, panel_svg, save_plot, signed
 from cldetr.report.rundir import Run
 from cldetr.scenario import Scenario
@@ -31,6 +31,8 @@ def write_run_page(run: Run, folder: Path) -> Path:
         ap_plots.ap_over_phases([tables.Group(run.method, (run,))]),
         ap_plots.domains_plot(run),
         ap_plots.category_change_plot(run),
+        detection_plots.confusion_plot(run),
+        detection_plots.precision_recall_plot(run),
         training_plots.distribution_plot(run),
         training_plots.training_plot(run),
         training_plots.stages_plot(run),
@@ -45,6 +47,7 @@ def write_run_page(run: Run, folder: Path) -> Path:
         diagnostics=_embed(run.diagnostics, problems),
         problems=problems,
         changes=tables.category_changes(run.results),
+        confusions=tables.largest_confusions(run.confusion),
         settings=tables.settings_set(run.settings),
     )
 
@@ -65,6 +68,7 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> Path:
         groups=groups,
         plots=_save_plots(drawn, folder),
         known=known,
+        confused=[group for group in groups if group.confused("old", "correct")],
         differences=tables.settings_that_differ([group.runs[0].settings for group in known]),
     )
 
@@ -96,6 +100,7 @@ def _write_page(path: Path, template: str, **content: Any) -> Path:
         "cells": lambda scores, metrics: [signed(scores.get(metric)) for metric in metrics],
         "mean": tables.mean_text,
         "thousands": _thousands,
+        "share": lambda x, key: f"{signed(100 * x[key] / x['objects'])}% ({_thousands(x[key])})",
         "duration": _duration,
         "setting": _show_value,
         "yaml": lambda data: yaml.safe_dump(data, sort_keys=False, allow_unicode=True),

@@ -20,7 +20,7 @@ from cldetr.data.manifest import load_manifest
 from cldetr.data.memory import ExemplarMemory
 from cldetr.engine.ledger import STAGES, read_identity, read_json
 from cldetr.errors import InputError
-from cldetr.evaluation.average_precision import METRICS
+from cldetr.evaluation.average_precision import METRICS, RECALLS
 from cldetr.evaluation.results import load_results, summarise
 from cldetr.scenario import Scenario
 
@@ -63,6 +63,10 @@ class Run:
     stages: list[Stage] = field(default_factory=list)  # finished ones, in order
     under_way: tuple[int, str] | None = None  # the phase and stage that is not finished
     results: dict[str, Any] | None = None  # of the phases that are evaluated
+    confusion: dict[str, Any] | None = None  # confusion.json of the last phase
+    curves: dict[int, dict[str, Any]] = field(
+        default_factory=dict
+    )  # precision_recall.json by phase
     memory: ExemplarMemory | None = None  # the newest
     curve: list[dict[str, float]] = field(default_factory=list)  # metrics.json, by iteration
     pictures: Pictures = field(default_factory=list)
@@ -147,6 +151,13 @@ def read_run(folder: Path) -> Run:
         elif (folder / f"phase{phase}" / name).is_dir():
             under_way = (phase, name)
     starts = reader.read("starts.json", kind=_STARTS) or {"starts": []}
+    curves = {
+        phase: reader.read(f"phase{phase}/evaluate/precision_recall.json", _curves)
+        for phase in phases
+    }
+    confusions = [
+        reader.read(f"phase{phase}/evaluate/confusion.json", _confusion) for phase in phases
+    ]
     return Run(
         folder=folder,
         settings=settings,
@@ -156,7 +167,9 @@ def read_run(folder: Path) -> Run:
         stages=stages,
         under_way=under_way,
         results=reader.results(phases, settings, scenario),
-        memory=next((memory for memory in reversed(memories) if memory is not None), None),
+        confusion=_newest(confusions),
+        curves={phase: curve for phase, curve in curves.items() if curve is not None},
+        memory=_newest(memories),
         curve=reader.read("metrics.json", reader.curve) or [],
         pictures=reader.pictures("pictures"),
         diagnostics=reader.pictures("diagnostics"),
@@ -264,6 +277,47 @@ _Phase: Any = _shape(
 _AUDIT = _shape("Audit", phases=list[_Phase], overlap=list[dict[str, Any]])
 _Start: Any = _shape("Start", time=str, device=str, processes=int, versions=dict[str, str | None])
 _STARTS = _shape("Starts", starts=list[_Start])
+
+
+_CLASSES = {"phase": int, "categories": list[str], "phases": list[int]}
+_Counts: Any = _shape(
+    "Counts", **dict.fromkeys(("objects", "correct", "as_old", "as_new", "missed"), int)
+)
+_Summary: Any = _shape("Summary", old=_Counts, new=_Counts, background=dict[str, int])
+_CONFUSION = _shape(
+    "Confusion", **_CLASSES, min_score=float, counts=list[list[int]], summary=_Summary
+)
+_CURVES = _shape("Curves", **_CLASSES, **dict.fromkeys(("AP50", "AP"), list[list[float] | None]))
+
+
+def _confusion(path: Path) -> dict[str, Any]:
+    content = read_json(path)
+    msgspec.convert(content, _CONFUSION)
+    count = len(content["categories"])
+    lengths = {len(row) for row in content["counts"]}
+    if len(content["counts"]) != count + 1 or lengths != {count + 1}:
+        raise ValueError(f"its matrix does not have {count + 1} rows and columns")
+    return _check_phases(content)
+
+
+def _curves(path: Path) -> dict[str, Any]:
+    content = read_json(path)
+    msgspec.convert(content, _CURVES)
+    for name in ("AP50", "AP"):
+        lengths = {len(curve) for curve in content[name] if curve is not None}
+        if len(content[name]) != len(content["categories"]) or not lengths <= {len(RECALLS)}:
+            raise ValueError(f"{name} does not have {len(RECALLS)} values for each category")
+    return _check_phases(content)
+
+
+def _check_phases(content: dict[str, Any]) -> dict[str, Any]:
+    if not content["phases"] or len(content["phases"]) != len(content["categories"]):
+        raise ValueError("it does not have a phase for each category")
+    return content
+
+
+def _newest(found: Sequence[Any]) -> Any:
+    return next((each for each in reversed(found) if each is not None), None)
 
 
 def _stage(path: Path) -> Stage:

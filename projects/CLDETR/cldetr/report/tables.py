@@ -49,6 +49,34 @@ def category_changes(results: Mapping[str, Any] | None) -> list[Change]:
     return list(found.values())
 
 
+@dataclass(frozen=True)
+class ConfusedPair:
+    """Objects of one category that are detected as another."""
+
+    true: str
+    true_phase: int
+    detected: str
+    detected_phase: int
+    count: int
+    share: float  # of the objects of the true category, in percent
+
+
+def largest_confusions(confusion: Mapping[str, Any] | None, limit: int = 10) -> list[ConfusedPair]:
+    """The pairs of categories with the most confused objects."""
+    if confusion is None:
+        return []
+    names, phases, counts = (confusion[key] for key in ("categories", "phases", "counts"))
+    pairs = [
+        ConfusedPair(
+            names[i], phases[i], names[j], phases[j], counts[i][j], 100 * counts[i][j] / sum(row)
+        )
+        for i, row in enumerate(counts[:-1])
+        for j in range(len(names))
+        if i != j and counts[i][j]
+    ]
+    return sorted(pairs, key=lambda pair: (-pair.count, -pair.share))[:limit]
+
+
 @dataclass
 class CategoryCounts:
     """How often a category occurs; None where the run does not say."""
@@ -245,6 +273,15 @@ class Group:
             for values, value in zip(found, row, strict=True):
                 values += [] if value is None else [value]
         return found
+
+    def confused(self, objects: str, key: str) -> list[float]:
+        """Of the "old" or "new" objects those that are "correct", "as_new" and so on, in percent.
+
+        After the last phase of each finished run that has such objects.
+        """
+        summaries = [run.confusion["summary"] for run in self.finished if run.confusion]
+        found = [summary[objects] for summary in summaries]
+        return [100 * counts[key] / counts["objects"] for counts in found if counts["objects"]]
 
     def _results(self) -> list[dict[str, Any]]:
         return [run.results for run in self.finished if run.results]
