@@ -150,3 +150,39 @@ def test_samples_are_the_same_every_time_and_show_old_and_new_classes(run):
     for index in chosen:
         assert artist.given(2)[index]["annotations"]
         assert old & {obj["category_id"] for obj in labelled[index]["annotations"]}
+
+
+def test_another_run_is_shown_beside(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    test = RunArtist(run, config_of_run(run, "cpu")).view("test", 2)
+    image = int(test.image_ids[0])
+    widths = []
+    for beside in (None, other):
+        path, *_ = (
+            path
+            for path in draw_run_pictures(run, phases=[2], images=[image], beside=beside)
+            if "predictions" in path.name
+        )
+        widths.append(Image.open(path).width)
+    gap = 12
+    assert (widths[1] + gap - 16) / 4 == (widths[0] + gap - 16) / 3  # one panel more
+    captions = json.loads((run / "pictures" / "captions.json").read_text())
+    assert (
+        f"and with {json.loads((run / 'results.json').read_text())['method']}"
+        in captions[path.name]
+    )
+
+
+def test_a_run_of_another_scenario_is_not_shown_beside(run, tmp_path, monkeypatch):
+    other = shutil.copytree(run, tmp_path / "other")
+
+    def in_another_order(root, device):
+        cfg = config_of_run(root, device)
+        if root == other:
+            cfg.defrost()
+            cfg.SCENARIO.CLASS_SEED += 5
+        return cfg
+
+    monkeypatch.setattr("cldetr.analysis.pictures.config_of_run", in_another_order)
+    with pytest.raises(InputError, match="compare runs of one scenario and order"):
+        draw_run_pictures(run, phases=[2], beside=other)

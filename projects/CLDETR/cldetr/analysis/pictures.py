@@ -51,6 +51,7 @@ def draw_run_pictures(
     phases: Sequence[int] | None = None,
     images: Sequence[int] | None = None,
     sample: int = 8,
+    beside: str | os.PathLike[str] | None = None,
     device: str = "auto",
 ) -> list[Path]:
     """Draws pictures of a run's phases, finished or under way, into `RUN/pictures`.
@@ -61,6 +62,7 @@ def draw_run_pictures(
         images: image ids: of the phase's training images for the matching, of the test images for
             before and after. None: a sample of each, always the same.
         sample: how many of each.
+        beside: another run of the same scenario, whose predictions after the phase are shown, too.
         device: "cpu", "cuda" or "auto": a GPU where there is one.
 
     Returns:
@@ -68,6 +70,8 @@ def draw_run_pictures(
     """
     root = Path(run_dir)
     artist = RunArtist(root, config_of_run(root, device))
+    if beside is not None:
+        artist.beside = _other_artist(artist, Path(beside), device)
     wanted = phases or range(1, len(artist.scenario.phases) + 1)
     missing = [phase for phase in wanted if not artist.has_model(phase)]
     known = [phase for phase in wanted if phase not in missing]
@@ -86,6 +90,17 @@ def draw_run_pictures(
     add_captions(root / "pictures", captions)
     logger.info("%d pictures in %s", len(captions), root / "pictures")
     return [root / "pictures" / name for name in captions]
+
+
+def _other_artist(artist: RunArtist, root: Path, device: str) -> RunArtist:
+    """The artist of a run to compare with, which must have learnt the same classes."""
+    other = RunArtist(root, config_of_run(root, device))
+    phases = [phase.classes for phase in artist.scenario.phases]
+    if other.names != artist.names or phases != [x.classes for x in other.scenario.phases]:
+        raise InputError(
+            f"{root} has other phases than {artist.root}: compare runs of one scenario and order"
+        )
+    return other
 
 
 def add_captions(folder: Path, captions: dict[str, str]) -> None:
@@ -107,6 +122,7 @@ class RunArtist:
         self.names = [category.name for category in self.scenario.categories]
         self.augmentation = Augmentation.from_config(cfg)
         self.mapper = Mapper(self.augmentation.deterministic(), training=True)
+        self.beside: RunArtist | None = None  # of another run, to compare with
 
     def has_model(self, phase: int) -> bool:
         """Whether a phase has weights to look at, and the one before it has ended."""
@@ -141,7 +157,8 @@ class RunArtist:
             yield (
                 f"phase{phase}_predictions_{name}.png",
                 f"Phase {phase}, {which}: ground truth of the classes seen "
-                f"so far, and what the models find {'before and ' * (phase > 1)}after the phase "
+                f"so far, and what the models find {'before and ' * (phase > 1)}after the phase"
+                f"{f' and with {self.beside.method.name}' if self.beside else ''} "
                 f"(score above {_SCORE}; right at IoU 0.5).",
                 self._predictions(models, entry),
             )
@@ -200,6 +217,9 @@ class RunArtist:
             ended = final_weights(self.root, number) is not None
             when = "so far" if not ended else "before" if number < phase else "after"
             models.append((f"{when} phase {phase}", predictor))
+        if self.beside is not None:
+            _, other = self.beside._before_and_after(phase)[-1]
+            models[-1:] = [(self.beside.method.name, other), (self.method.name, models[-1][1])]
         return models
 
     def _detector(self, phase: int, state: Mapping[str, Any] | None = None) -> Detector:

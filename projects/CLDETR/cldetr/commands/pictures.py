@@ -24,6 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--sample", type=int, default=8, help="how many of each kind and phase (default: 8)"
     )
+    parser.add_argument(
+        "--beside",
+        type=Path,
+        metavar="RUN",
+        help="show the predictions of another run of the same scenario beside, such as fine-tuning",
+    )
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (a GPU, if any)")
 
 
@@ -37,6 +43,7 @@ def run(args: argparse.Namespace) -> int:
         phases=phases,
         images=args.images,
         sample=args.sample,
+        beside=args.beside,
         device=args.device,
     )
     print(f"{len(written)} pictures and captions.json in {args.run_dir / 'pictures'}")
