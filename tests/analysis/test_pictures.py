@@ -180,7 +180,7 @@ def test_a_run_of_another_scenario_is_not_shown_beside(run, tmp_path, monkeypatc
         cfg = config_of_run(root, device)
         if root == other:
             cfg.defrost()
-            cfg.SCENARIO.CLASS_SEED += 5
+            cfg.SCENARIO.ORDER, cfg.SCENARIO.CLASS_SEED = "seed", 1
         return cfg
 
     monkeypatch.setattr("cldetr.analysis.pictures.config_of_run", in_another_order)
