@@ -65,6 +65,21 @@ def test_a_detection_is_not_passed_on_to_its_second_best_object():
     assert score(truth, [A, A], [0.9, 0.8])["VOC12"] == pytest.approx(50.0)
 
 
+def test_a_detection_goes_to_the_object_that_it_overlaps_most_and_of_equals_to_the_first():
+    near, difficult = (0, 2, 10, 10), [True, False]
+    assert score(truth_of([near, A], difficult), [A], [0.9])["VOC12"] == pytest.approx(100.0)
+    assert score(truth_of([near, A], difficult), [near], [0.9])["VOC12"] == 0.0
+    assert score(truth_of([A, A], difficult), [A], [0.9])["VOC12"] == 0.0
+    assert score(truth_of([A, A], difficult[::-1]), [A], [0.9])["VOC12"] == pytest.approx(100.0)
+
+
+def test_three_of_ten_objects_do_not_reach_the_recall_of_three_tenths():
+    """VOC's code adds up the recalls, and the fourth is 0.30000000000000004."""
+    boxes = [(20 * i, 0, 10, 10) for i in range(10)]
+    found = score(truth_of(boxes), boxes[:3], [0.9, 0.8, 0.7])
+    assert found == {"VOC07": pytest.approx(100 * 3 / 11), "VOC12": pytest.approx(30.0)}
+
+
 def test_an_overlap_of_exactly_one_half_is_too_little():
     assert score(truth_of([A]), [(0, 0, 10, 5)], [0.9])["VOC12"] == 0.0
     assert score(truth_of([A]), [(0, 0, 10, 5.1)], [0.9])["VOC12"] == pytest.approx(100.0)
@@ -96,11 +111,15 @@ def voc(tmp_path):
     (root / "ImageSets/Main/test.txt").write_text("\n".join(names))
     for name in names:
         (root / f"JPEGImages/{name}.jpg").touch()  # nothing reads the image itself
-        objects = ""
+        objects, known = "", []
         for _ in range(int(rng.integers(0, 7))):
             x, y = rng.integers(1, 60, 2)
             w, h = rng.integers(8, 40, 2)
             label = int(rng.integers(0, 3))
+            if known and rng.random() < 0.4:  # on or beside an earlier object of its class
+                x, y, w, h, label = known[-1]
+                x += int(rng.integers(0, 3))
+            known.append((x, y, w, h, label))
             # Of cows all are difficult: there is no object to find.
             difficult = int(rng.random() < 0.25)
             label, difficult = (3, 1) if rng.random() < 0.05 else (label, difficult)
