@@ -39,7 +39,7 @@ SET_BY_TRAINER = {"SOLVER.MAX_ITER", "SOLVER.STEPS", "STAGE.PHASE", "STAGE.NAME"
 # Runs that together read all keys that any run reads.
 PLAIN = ("METHOD.PSEUDO.ENABLED", "False", "METHOD.CALIBRATE.ENABLED", "False")
 VARIANTS = {
-    "plain": ("TEST.EVAL_PERIOD", "1"),
+    "plain": ("TEST.EVAL_PERIOD", "1", "LOG_IMAGES", "1"),
     "crop, mixed precision": (
         *("INPUT.CROP.ENABLED", "True", "SOLVER.AMP.ENABLED", "True"),
         *("SOLVER.CLIP_GRADIENTS.FULL_MODEL", "False"),
