@@ -45,7 +45,7 @@ def test_two_processes_stop_resume_and_end_near_one(tiny_shapes, tmp_path):
     assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
 
 
-@pytest.mark.slow  # four interpreters; tests/engine/test_ranks.py has forks with torchrun's variables
+@pytest.mark.slow  # four interpreters; test_ranks.py has forks with torchrun's variables
 def test_torchrun_starts_the_processes_too(tiny_shapes, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = start(tmp_path, tiny_shapes, launcher=launcher)

@@ -109,8 +109,8 @@ def test_autocast_computes_in_its_type():
     assert first.weight.grad.dtype == torch.float32
 
 
-# Page faults of taking, touching and freeing five blocks of 20 MB, three times. A fresh process asks
-# forks of itself: importing torch takes longer, and this one may have changed the setting already.
+# Page faults of taking, touching and freeing five blocks of 20 MB, three times. A fresh process
+# asks forks of itself: this one may have changed the setting, and importing torch takes long.
 SCRIPT = """
 import ctypes, os, resource, sys
 from cldetr.layers.cpu import keep_freed_memory
