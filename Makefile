@@ -13,7 +13,7 @@ setup: ## create or update the environment, compile the operators
 	@sh tools/setup.sh
 
 test: lint ## set up, check style and types, run the tests
-	$(BIN)/python -m pytest -n auto --dist loadscope
+	$(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: setup ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow --timeout 3600

@@ -1,6 +1,9 @@
 """What every test shares: one thread, no network, no state between tests."""
 
+import logging
+import multiprocessing
 import os
+import traceback
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -9,6 +12,7 @@ os.environ["WANDB_MODE"] = "offline"
 
 import pytest
 import torch
+from detectron2.utils.logger import setup_logger
 
 torch.set_num_threads(1)
 
@@ -17,6 +21,34 @@ def pytest_addoption(parser):
     parser.addoption(
         "--write-golden", action="store_true", help="write golden_losses.json instead of comparing"
     )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    """Runs a test with the marker `own_process` in a fork of this process."""
+    if pyfuncitem.get_closest_marker("own_process") is None:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+
+    def work():
+        try:
+            pyfuncitem.obj(**arguments)
+            sender.send("")
+        except BaseException:
+            sender.send(traceback.format_exc())
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    sender.close()
+    try:
+        problem = receiver.recv()
+    except EOFError:
+        problem = "its process has died"
+    process.join()
+    if problem:
+        pytest.fail(problem, pytrace=False)
+    return True
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +81,16 @@ def _restore_float32_precision():
     yield
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.allow_tf32 = before[1]
+
+
+@pytest.fixture(autouse=True)
+def _restore_loggers():
+    """A command logs to the console of the test that runs it, which is closed after the test."""
+    loggers = [logging.getLogger(name) for name in ("cldetr", "detectron2")]
+    before = [(logger.handlers[:], logger.level, logger.propagate) for logger in loggers]
+    yield
+    for logger, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        logger.handlers[:] = handlers
+        logger.setLevel(level)
+        logger.propagate = propagate
+    setup_logger.cache_clear()

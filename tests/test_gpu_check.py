@@ -37,6 +37,7 @@ def built(monkeypatch):
 
 
 @needs_fake
+@pytest.mark.own_process
 def test_a_fake_gpu_passes_every_check(built, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: ["sm_80"])
     monkeypatch.setattr(gpu_check, "STEPS", 3)
@@ -52,6 +53,7 @@ def test_a_fake_gpu_passes_every_check(built, monkeypatch):
 
 
 @needs_fake
+@pytest.mark.own_process
 def test_wrong_kernels_and_wrong_training_are_found(built, monkeypatch):
     right, train = gpu_check.ms_deform_attn, gpu_check.train_small
     monkeypatch.setattr(gpu_check, "ms_deform_attn", lambda *inputs: right(*inputs) * 1.02)

@@ -1,6 +1,7 @@
 """Holds the direction of imports that CONTRIBUTING.md states, and the size of what is imported."""
 
 import ast
+import functools
 import shutil
 from pathlib import Path
 
@@ -78,26 +79,34 @@ def imported(tree, modules):
     return {name for name in names if name in modules}
 
 
+@functools.cache
+def read(text, modules):
+    """What a module imports, and the lines of its functions."""
+    tree = ast.parse(text)
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    functions = [node for node in ast.walk(tree) if isinstance(node, kinds)]
+    lines = [(node.name, node.end_lineno - node.lineno + 1) for node in functions]
+    return imported(tree, modules), lines
+
+
 def find_problems(root):
     """Everything that is wrong with the imports and sizes of a copy of the package."""
-    modules = module_names(root)
-    trees = {name: ast.parse(path.read_text("utf-8")) for name, path in modules.items()}
-    edges = {name: imported(tree, modules) - {name} for name, tree in trees.items()}
+    paths = module_names(root)
+    found = {name: read(path.read_text("utf-8"), frozenset(paths)) for name, path in paths.items()}
+    edges = {name: imports - {name} for name, (imports, _) in found.items()}
     problems = []
-    for name, found in edges.items():
+    for name, imports in edges.items():
         part = name.partition(".")[0]
         if part not in MAY_IMPORT:
             problems.append(f"{part} has no place in MAY_IMPORT")
-        wrong = sorted(each for each in found if each.partition(".")[0] not in allowed(part))
+        wrong = sorted(each for each in imports if each.partition(".")[0] not in allowed(part))
         problems += [f"{name} imports {each}" for each in wrong]
-        if len(found) > MAX_IMPORTS:
-            problems.append(f"{name} imports {len(found)} modules")
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                lines = node.end_lineno - node.lineno + 1
-                if lines > MAX_LINES:
-                    problems.append(f"{name}.{node.name} has {lines} lines")
+        if len(imports) > MAX_IMPORTS:
+            problems.append(f"{name} imports {len(imports)} modules")
+    for name, (_, functions) in found.items():
+        for function, lines in functions:
+            if lines > MAX_LINES:
+                problems.append(f"{name}.{function} has {lines} lines")
     return problems + [f"cycle: {' → '.join(cycle)}" for cycle in find_cycles(edges)]
 
 

@@ -31,26 +31,41 @@ def build(overrides=()):
 
 ALONE = """
 import json, sys, torch
-image = torch.load(sys.argv[2])
-files = {"cldetr.json": ""}
-model = torch.export.load(sys.argv[1], extra_files=files).module()
-assert "cldetr" not in sys.modules and json.loads(files["cldetr.json"])["classes"][2] == "class 2"
-torch.save(model(image), sys.argv[3])
+for folder in sys.argv[1:]:
+    image = torch.load(f"{folder}/image.pt")
+    files = {"cldetr.json": ""}
+    model = torch.export.load(f"{folder}/model.pt2", extra_files=files).module()
+    assert json.loads(files["cldetr.json"])["classes"][2] == "class 2"
+    torch.save(model(image), f"{folder}/found.pt")
+assert "cldetr" not in sys.modules
 """
 
 
-@pytest.mark.parametrize("overrides", [[], DETR], ids=["DeformableDETR", "DETR"])
-def test_the_file_alone_detects_what_the_predictor_does(overrides, tmp_path):
-    detector = build(overrides)
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """Two detectors with an image and what their files alone found in it, by name."""
     categories = [Category(label + 1, f"class {label}") for label in range(4)]
-    as_it_is = Augmentation(test_short_side=0)
-    predictor = Predictor(detector, categories, as_it_is, seen=["class 0", "class 2"])
-    assert export_detector(predictor, 64, 80, tmp_path / "model.pt2") < 1e-5
-    image = torch.randint(0, 256, (3, 64, 80), dtype=torch.uint8)
-    torch.save(image, tmp_path / "image.pt")
-    files = [str(tmp_path / name) for name in ("model.pt2", "image.pt", "found.pt")]
-    subprocess.run([sys.executable, "-c", ALONE, *files], check=True)
-    boxes, scores, labels = torch.load(tmp_path / "found.pt")
+    made = {}
+    for name, overrides in (("DeformableDETR", []), ("DETR", DETR)):
+        torch.manual_seed(0)
+        folder = tmp_path_factory.mktemp(name)
+        as_it_is = Augmentation(test_short_side=0)
+        predictor = Predictor(build(overrides), categories, as_it_is, seen=["class 0", "class 2"])
+        assert export_detector(predictor, 64, 80, folder / "model.pt2") < 1e-5
+        image = torch.randint(0, 256, (3, 64, 80), dtype=torch.uint8)
+        torch.save(image, folder / "image.pt")
+        made[name] = predictor, image, folder
+    folders = [str(folder) for *_, folder in made.values()]
+    subprocess.run([sys.executable, "-c", ALONE, *folders], check=True)
+    return {
+        name: (predictor, image, torch.load(folder / "found.pt"))
+        for name, (predictor, image, folder) in made.items()
+    }
+
+
+@pytest.mark.parametrize("name", ["DeformableDETR", "DETR"])
+def test_the_file_alone_detects_what_the_predictor_does(name, exported):
+    predictor, image, (boxes, scores, labels) = exported[name]
     expected = predictor(image.permute(1, 2, 0).numpy(), score=0.0)
     assert {0, 2} >= set(labels.tolist())
     torch.testing.assert_close(scores.tolist(), [x.score for x in expected], atol=1e-5, rtol=0)

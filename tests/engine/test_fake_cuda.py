@@ -11,14 +11,19 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from fake_cuda import FakeCudaTensor, available, fake_cuda
 
+from cldetr.config import load_config
+from cldetr.data.shapes import ShapesOptions, ensure_shapes
 from cldetr.engine.step import StageTrainer
 from cldetr.errors import InputError
 from cldetr.methods import learner as learner_module
 from cldetr.modeling.detector import Detector
 
-from .conftest import train
+from .conftest import TINY, train
 
-pytestmark = pytest.mark.skipif(bool(available()), reason=available() or "available")
+pytestmark = [
+    pytest.mark.skipif(bool(available()), reason=available() or "available"),
+    pytest.mark.own_process,
+]
 
 NO_PSEUDO = ["METHOD.PSEUDO.ENABLED", "False", "METHOD.CALIBRATE.ENABLED", "False"]
 VARIANTS = {
@@ -40,27 +45,37 @@ VARIANTS = {
     "two stages": ["MODEL.DETR.TWO_STAGE", "True"],
 }
 SHORT = [
-    *("SCHEDULE.FIRST.MAX_STEPS", "2", "SCHEDULE.TRAIN.MAX_STEPS", "3"),
-    *("SCHEDULE.CALIBRATE.MAX_STEPS", "2", "LOG_IMAGES", "0", "METHOD.PSEUDO.FOREGROUND", "0.01"),
+    *("SCHEDULE.FIRST.MAX_STEPS", "1", "SCHEDULE.TRAIN.MAX_STEPS", "3"),
+    *("SCHEDULE.CALIBRATE.MAX_STEPS", "1", "METHOD.PSEUDO.FOREGROUND", "0.01"),
 ]
 
 
-def config(tiny_config, folder, *overrides):
-    return tiny_config(folder, "MODEL.DEVICE", "cuda", *SHORT, *overrides)
+@pytest.fixture(scope="module")
+def few_images(tmp_path_factory):
+    """The overrides that point a config to less data than other tests have: the fake is slow."""
+    options = ShapesOptions(train_images=24, val_images=4, size=64, categories=4, seed=3)
+    paths = ensure_shapes(tmp_path_factory.mktemp("few") / "shapes", options)
+    train, test = (f"{paths.annotations(x)}:{paths.images(x)}" for x in ("train", "val"))
+    return ["DATASETS.TRAIN", f"['{train}']", "DATASETS.TEST", f"['{test}']"]
+
+
+def config(few_images, folder, *overrides):
+    where = ["MODEL.DEVICE", "cuda", "OUTPUT_DIR", str(folder)]
+    return load_config(TINY, [*few_images, *where, *SHORT, *overrides])
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_keeps_everything_on_the_device(name, tiny_config, tmp_path, monkeypatch):
+def test_a_run_keeps_everything_on_the_device(name, few_images, tmp_path, monkeypatch):
     with fake_cuda(monkeypatch):
-        results = train(config(tiny_config, tmp_path, *VARIANTS[name]))
+        results = train(config(few_images, tmp_path, *VARIANTS[name]))
     assert results["phases"][1]["all"]["AP"] is not None
 
 
-def test_a_fake_gpu_computes_what_the_cpu_computes(tiny_config, tmp_path, monkeypatch):
+def test_a_fake_gpu_computes_what_the_cpu_computes(few_images, tmp_path, monkeypatch):
     no_dropout = ["MODEL.DETR.DROPOUT", "0.0"]  # the CPU draws its own way
     with fake_cuda(monkeypatch):
-        train(config(tiny_config, tmp_path / "gpu", *no_dropout))
-    train(config(tiny_config, tmp_path / "cpu", *no_dropout, "MODEL.DEVICE", "cpu"))
+        train(config(few_images, tmp_path / "gpu", *no_dropout))
+    train(config(few_images, tmp_path / "cpu", *no_dropout, "MODEL.DEVICE", "cpu"))
     gpu, cpu = (
         json.loads((tmp_path / name / "metrics.json").read_text().splitlines()[0])
         for name in ("gpu", "cpu")
@@ -69,8 +84,8 @@ def test_a_fake_gpu_computes_what_the_cpu_computes(tiny_config, tmp_path, monkey
         assert gpu[key] == pytest.approx(cpu[key], rel=1e-4), key
 
 
-def test_a_gpu_without_bfloat16_is_told(tiny_config, tmp_path, monkeypatch):
-    cfg = config(tiny_config, tmp_path, "SOLVER.AMP.ENABLED", "True")
+def test_a_gpu_without_bfloat16_is_told(few_images, tmp_path, monkeypatch):
+    cfg = config(few_images, tmp_path, "SOLVER.AMP.ENABLED", "True")
     with fake_cuda(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *given: (7, 0))
         with pytest.raises(InputError, match=r"set SOLVER\.AMP\.DTYPE float16"):
@@ -80,7 +95,7 @@ def test_a_gpu_without_bfloat16_is_told(tiny_config, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("owner", "name"), [(Detector, "targets"), (learner_module, "make_pseudo_labels")]
 )
-def test_planted_tensors_on_the_host_are_found(owner, name, tiny_config, tmp_path, monkeypatch):
+def test_planted_tensors_on_the_host_are_found(owner, name, few_images, tmp_path, monkeypatch):
     right = getattr(owner, name)
 
     def wrong(*given, **named):
@@ -91,7 +106,7 @@ def test_planted_tensors_on_the_host_are_found(owner, name, tiny_config, tmp_pat
 
     monkeypatch.setattr(owner, name, wrong)
     with fake_cuda(monkeypatch), pytest.raises(RuntimeError, match="one device"):
-        train(config(tiny_config, tmp_path))
+        train(config(few_images, tmp_path))
 
 
 # Where the host needs a number of the GPU in a step with a teacher.
@@ -109,7 +124,7 @@ MATCHER = ["METHOD.MATCHER.ENABLED", "True", "METHOD.MATCHER.NEW_IOU", "0.1"]
 
 @pytest.mark.parametrize("overrides", [[], MATCHER], ids=["cldetr", "quality matcher"])
 def test_a_step_with_a_live_teacher_waits_where_it_must(
-    overrides, tiny_config, tmp_path, monkeypatch
+    overrides, few_images, tmp_path, monkeypatch
 ):
     steps = []
     run_step = StageTrainer.run_step
@@ -121,10 +136,10 @@ def test_a_step_with_a_live_teacher_waits_where_it_must(
 
     monkeypatch.setattr(StageTrainer, "run_step", counted)
     with fake_cuda(monkeypatch) as waits:
-        train(config(tiny_config, tmp_path, "LOG_PERIOD", "1000", *overrides))
+        train(config(few_images, tmp_path, "LOG_PERIOD", "1000", *overrides))
     found = Counter()
     # The second of three steps of phase 2's training: the last one of a stage logs its losses.
-    for (what, where), count in steps[3].items():
+    for (what, where), count in steps[2].items():
         found[what, where.partition(":")[0]] += count
     assert found <= Counter(WAITS), found - Counter(WAITS)
     assert sum(WAITS.values()) <= 10

@@ -10,7 +10,7 @@ from cldetr.engine.trainer import IncrementalTrainer
 from cldetr.errors import InputError
 from cldetr.evaluation.results import load_results
 
-from .conftest import start, train
+from .conftest import finish, start, train
 
 HOLD_OUT = ["SCENARIO.HOLD_OUT", "0.25"]
 ON_IT = ["DATASETS.TEST", "['hold_out']"]
@@ -62,9 +62,7 @@ def test_nothing_held_out_cannot_be_tested_on(tiny_config, tmp_path):
 def test_a_finished_run_takes_another_test_set(tiny_config, tiny_shapes, tmp_path):
     train(tiny_config(tmp_path, *HOLD_OUT))
     before = (tmp_path / "results.json").read_bytes()
-    process = start(tmp_path, [*tiny_shapes, *HOLD_OUT, *ON_IT], "--eval-only")
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
+    finish(start(tmp_path, [*tiny_shapes, *HOLD_OUT, *ON_IT], "--eval-only"))
     found = load_results(tmp_path / "results_hold_out.json")
     assert [entry["stage"] for entry in found["phases"]] == ["train", "calibrate"]
     assert (tmp_path / "results.json").read_bytes() == before

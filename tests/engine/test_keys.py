@@ -41,7 +41,7 @@ PLAIN = ("METHOD.PSEUDO.ENABLED", "False", "METHOD.CALIBRATE.ENABLED", "False")
 VARIANTS = {
     "plain": (
         *("TEST.EVAL_PERIOD", "1", "SCHEDULE.EARLY_STOP.ENABLED", "True"),
-        *("WANDB.ENABLED", "True"),
+        *("WANDB.ENABLED", "True", "LOG_IMAGES", "1"),
     ),
     "crop, mixed precision": (
         *("INPUT.CROP.ENABLED", "True", "SOLVER.AMP.ENABLED", "True"),

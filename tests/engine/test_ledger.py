@@ -1,8 +1,7 @@
 """The run directory: who may use it, and what counts as finished."""
 
+import multiprocessing
 import os
-import subprocess
-import sys
 
 import pytest
 
@@ -52,16 +51,16 @@ def test_another_identity_is_refused_with_a_diff_and_run_time_keys_may_change(tm
 def test_a_directory_in_use_names_its_owner(tmp_path):
     holder = Ledger(tmp_path)
     holder.open(config(), resume=False)
-    code = (
-        "import sys\nfrom cldetr.engine.ledger import Ledger\n"
-        "from cldetr.errors import InputError\n"
-        "try:\n    Ledger(sys.argv[1])._lock()\n"
-        "except InputError as error:\n    print(error)"
-    )
-    said = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    ).stdout
-    assert f"in use by process {os.getpid()} on" in said
+
+    def lock():
+        with pytest.raises(InputError, match=f"in use by process {owner} on"):
+            Ledger(tmp_path)._lock()
+
+    owner = os.getpid()
+    other = multiprocessing.get_context("fork").Process(target=lock)
+    other.start()
+    other.join()
+    assert other.exitcode == 0
     holder.close()
 
 

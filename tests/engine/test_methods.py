@@ -109,7 +109,7 @@ def test_a_method_runs_with_its_golden_losses(
         *DETECTORS[detector],
         *("MODEL.DETECTOR", first_phases[detector]),
         *("SCHEDULE.TRAIN.EPOCHS", "9", "SCHEDULE.TRAIN.MAX_STEPS", str(STEPS)),
-        *("SCHEDULE.CALIBRATE.MAX_STEPS", "2"),
+        *("SCHEDULE.CALIBRATE.MAX_STEPS", "2", "SOLVER.CHECKPOINT_PERIOD", "100"),
     )
     cfg.METHOD = compose([config]).METHOD
     method = method_of(cfg)

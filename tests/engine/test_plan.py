@@ -13,7 +13,7 @@ from cldetr.engine.plan import make_plan, sum_text
 from cldetr.engine.rundata import RunData
 from cldetr.files import sha256_json
 
-from .conftest import TINY, start, train
+from .conftest import TINY, finish, start, train
 
 
 def plan_of(cfg, **options):
@@ -105,16 +105,12 @@ def test_runs_are_summed_up(tiny_config, tmp_path):
 
 
 def test_the_command_prints_a_plan_and_trains_nothing(tiny_shapes, tmp_path):
-    process = start(tmp_path / "run", tiny_shapes, "--plan", "--num-gpus", "2")
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
+    said = finish(start(tmp_path / "run", tiny_shapes, "--plan", "--num-gpus", "2"))
     assert "phase 2 calibrate" in said
     assert "2 × the CPU" in said
     assert not (tmp_path / "run").exists()
     process = start(tmp_path / "run", tiny_shapes, "--plan", "MODEL.WEIGHTS", "gone.pth")
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 2
-    assert "no weights at gone.pth" in said
+    assert "no weights at gone.pth" in finish(process, 2)
 
 
 def test_a_sweep_prints_the_sum_of_its_runs(tiny_shapes, tmp_path, capsys):

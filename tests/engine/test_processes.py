@@ -5,17 +5,11 @@ import signal
 
 import pytest
 import torch
+from faults import tiny
 
 from cldetr.engine.checkpoint import load_state
 
-from .conftest import start, wait_for
-
-
-def finish(process, status=0):
-    said = process.communicate(timeout=200)[0]
-    assert process.returncode == status, said
-    return said
-
+from .conftest import TINY, finish, start, wait_for
 
 LAST = "phase2/calibrate"
 
@@ -29,10 +23,12 @@ def test_two_processes_stop_resume_and_end_near_one(tiny_shapes, tmp_path):
     no_dropout = [*tiny_shapes, "MODEL.DETR.DROPOUT", "0.0"]  # each process drops its own units
     pair = start(two, no_dropout, "--num-gpus", "2")
     wait_for(two / "phase2/train/checkpoints/step_00000002", pair)
-    pair.send_signal(signal.SIGTERM)
+    pair.send(signal.SIGTERM)
     finish(pair, 143)
     alone = start(one, no_dropout)
-    finish(start(two, no_dropout, "--num-gpus", "2", "--resume"))
+    words = ["--config-file", TINY, "--resume", *no_dropout, "OUTPUT_DIR", str(two)]
+    again = tiny.start_ranks(words, tmp_path / "console", 2)  # as torchrun does
+    assert tiny.finish(again) == [0, 0], [each.said() for each in again]
     finish(alone)
     # The samples, the losses' normaliser and the averaged gradients are those of one process; sums
     # in another order differ in the last bits, which Adam enlarges step by step. What a run moves
@@ -42,13 +38,14 @@ def test_two_processes_stop_resume_and_end_near_one(tiny_shapes, tmp_path):
         for folder, stage in ((one, "phase1/train"), (one, LAST), (two, LAST))
     )
     assert (end - other).norm() < 0.05 * (end - start_of).norm()
-    first, again = (
+    first, second = (
         json.loads((folder / "metrics.json").read_text().splitlines()[0]) for folder in (one, two)
     )
-    assert again["total_loss"] == pytest.approx(first["total_loss"], rel=1e-5)
-    assert again["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
+    assert second["total_loss"] == pytest.approx(first["total_loss"], rel=1e-5)
+    assert second["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4)
 
 
+@pytest.mark.slow  # four interpreters; test_ranks.py has forks with torchrun's variables
 def test_torchrun_starts_the_processes_too(tiny_shapes, tmp_path):
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     process = start(tmp_path, tiny_shapes, launcher=launcher)

@@ -2,12 +2,8 @@
 
 import csv
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,7 +18,7 @@ from cldetr.data.shapes import ShapesOptions, ensure_shapes
 from cldetr.engine import IncrementalTrainer
 from cldetr.engine.checkpoint import load_state
 
-from .conftest import train
+from .conftest import finish, start_script, train, wait_for
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -57,22 +53,12 @@ def project(tmp_path_factory):
 
 
 def start(project, folder, *more):
-    command = [sys.executable, "my_project.py", "--config-file", "my_project.yaml", *more]
-    return subprocess.Popen(
-        [*command, "OUTPUT_DIR", folder],
-        cwd=project,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    words = ["--config-file", "my_project.yaml", *more, "OUTPUT_DIR", folder]
+    return start_script("my_project.py", words, project)
 
 
 def test_the_documented_project_runs_and_resumes_to_the_same_bits(project):
-    plain = start(project, "plain")
-    said = plain.communicate(timeout=250)[0]
-    assert plain.returncode == 0, said
-    assert "phase 2, calibrate: " in said
+    assert "phase 2, calibrate: " in finish(start(project, "plain"))
     metrics = json.loads((project / "plain/phase2/evaluate/metrics.json").read_text())
     assert metrics["bbox"]["AP"] > 0
     assert metrics["bbox"]["AP"] == pytest.approx(metrics["all"]["AP"], abs=1e-9)
@@ -84,16 +70,10 @@ def test_the_documented_project_runs_and_resumes_to_the_same_bits(project):
     assert list((project / "plain").rglob("model_best.pth"))
 
     broken = start(project, "broken")
-    end = time.monotonic() + 120
-    marker = project / "broken/phase2/train/checkpoints"
-    while not marker.exists() and broken.poll() is None and time.monotonic() < end:
-        time.sleep(0.01)
-    broken.send_signal(signal.SIGTERM)
-    said = broken.communicate(timeout=60)[0]
-    assert broken.returncode == 143, said
-    resumed = start(project, "broken", "--resume")
-    said = resumed.communicate(timeout=250)[0]
-    assert resumed.returncode == 0, said
+    wait_for(project / "broken/phase2/train/checkpoints", broken)
+    broken.send(signal.SIGTERM)
+    finish(broken, 143)
+    finish(start(project, "broken", "--resume"))
     one, other = (
         load_state(project / name / "phase2/calibrate/model.pth")["model"]
         for name in ("plain", "broken")

@@ -216,8 +216,9 @@ def test_two_machines_that_see_files_late(by_torchrun, tiny_shapes, tmp_path):
             more += ["--dist-url", f"tcp://127.0.0.1:{port}"]
         machines.append(start(tmp_path / view, tiny_shapes, *more, launcher=launcher))
     with tiny.LateCopy(tmp_path / "own", tmp_path / "late"):
-        output = [machine.communicate(timeout=250)[0] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], output
+        statuses = tiny.finish(machines, 250)
+    output = [machine.said() for machine in machines]
+    assert statuses == [0, 0], output
     assert "after phase 2" in output[0]
     assert "after phase 2" not in output[1]  # rank 1 is on the other machine and stays silent
     [begun] = json.loads((tmp_path / "own/starts.json").read_text())["starts"]

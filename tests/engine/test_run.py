@@ -20,7 +20,7 @@ from cldetr.engine.ledger import Ledger
 from cldetr.engine.step import StageTrainer
 from cldetr.errors import InputError
 
-from .conftest import start, train, wait_for
+from .conftest import finish, start, train, wait_for
 
 
 def artefacts(folder):
@@ -105,7 +105,9 @@ def test_a_finished_run_resumes_to_the_same_without_training(finished, tiny_conf
 
 
 def test_tensorboard_shows_pictures_which_change_nothing(finished, tiny_config, tmp_path):
-    events = EventAccumulator(str(finished / "tensorboard"), size_guidance={"images": 0})
+    train(tiny_config(tmp_path, "LOG_IMAGES", "1", "VIS_PERIOD", "2"))
+    assert_same(tmp_path, finished)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
     tags = events.Tags()["images"]
     assert tags == [f"{x}/image1" for x in ("phase1_train", "phase2_train", "phase2_calibrate")]
@@ -114,8 +116,6 @@ def test_tensorboard_shows_pictures_which_change_nothing(finished, tiny_config, 
     assert len(first) > 1
     with Image.open(io.BytesIO(first[0].encoded_image_string)) as picture:
         assert picture.width == 2 * 320 + 12 + 16  # merged labels beside matched predictions
-    train(tiny_config(tmp_path, "LOG_IMAGES", "0"))
-    assert_same(tmp_path, finished)
 
 
 class CrashError(Exception):
@@ -170,20 +170,16 @@ def test_a_crash_at_the_end_of_every_stage_changes_nothing(
 
 
 def test_kill_and_sigterm_are_survived(finished, tiny_shapes, tmp_path):
-    first = start(tmp_path, tiny_shapes)
-    wait_for(tmp_path / "phase1/train/checkpoints/step_00000002", first)
+    run = tmp_path / "run"
+    first = start(run, tiny_shapes)
+    wait_for(run / "phase1/train/checkpoints/step_00000002", first)
     first.kill()
-    first.wait()
-    second = start(tmp_path, tiny_shapes, "--resume")
-    wait_for(tmp_path / "phase2/train/checkpoints", second)
-    second.send_signal(signal.SIGTERM)
-    said = second.communicate(timeout=60)[0]
-    assert second.returncode == 143, said
-    third = start(tmp_path, tiny_shapes, "--resume")
-    said = third.communicate(timeout=120)[0]
-    assert third.returncode == 0, said
-    assert "after phase 2" in said
-    assert_same(tmp_path, finished)
+    second = start(run, tiny_shapes, "--resume")
+    wait_for(run / "phase2/train/checkpoints", second)
+    second.send(signal.SIGTERM)
+    finish(second, 143)
+    assert "after phase 2" in finish(start(run, tiny_shapes, "--resume"))
+    assert_same(run, finished)
 
 
 def test_three_phases_with_label_completion(tiny_config, tmp_path):
@@ -261,9 +257,7 @@ def test_a_detector_of_other_classes_is_refused_as_the_first_phase(finished, tin
 
 
 def test_eval_only_repeats_the_runs_last_numbers(finished, tiny_shapes):
-    process = start(finished, tiny_shapes, "--eval-only")
-    said = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, said
+    said = finish(start(finished, tiny_shapes, "--eval-only"))
     metrics = json.loads((finished / "phase2/evaluate/metrics.json").read_text())
     assert f"{metrics['all']['AP50']:.1f}" in said
 

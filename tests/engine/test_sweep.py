@@ -5,7 +5,11 @@ import json
 import pickle
 import re
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,7 +29,7 @@ from cldetr.engine.sweep import (
 from cldetr.errors import InputError
 from cldetr.files import sha256_json
 
-from .conftest import TINY
+from .conftest import ROOT, TINY, start_script
 
 
 def experiments(*names):
@@ -248,7 +252,18 @@ def test_weights_are_those_of_a_detector(tmp_path, capsys):
     assert found["70_10"].startswith("detectron2://")
 
 
-def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(tmp_path, tiny_shapes, capsys):
+def fork_run(command, stdout, stderr, env):
+    """Stands for `subprocess.run`: what `python -m cldetr.train` does, in a fork."""
+    assert command[:3] == [sys.executable, "-m", "cldetr.train"]
+    child = start_script(ROOT / "train_net.py", command[3:], Path(stdout.name).parent, env=env)
+    return SimpleNamespace(returncode=child.wait())
+
+
+def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(
+    tmp_path, tiny_shapes, capsys, monkeypatch
+):
+    forking = SimpleNamespace(run=fork_run, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr("cldetr.engine.sweep.subprocess", forking)
     second = tmp_path / "second.yaml"
     second.write_text(
         f"_BASE_: {TINY}\nREPORT: True\nMETHOD: {{NAME: other, CALIBRATE: {{ENABLED: False}}}}\n"

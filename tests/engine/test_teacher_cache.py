@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from detectron2.data import DatasetCatalog
+from faults import tiny
 
 from cldetr.data.loader import MappedDataset
 from cldetr.data.mapper import Augmentation, Mapper
@@ -18,7 +19,7 @@ from cldetr.engine.step import StageTrainer
 from cldetr.errors import InputError
 from cldetr.methods.learner import Learner, freeze
 
-from .conftest import start, train
+from .conftest import TINY, train
 
 CACHE = ["METHOD.PSEUDO.CACHE", "True", "METHOD.PSEUDO.FOREGROUND", "0.01"]
 NO_AUGMENTATION = ["INPUT.RANDOM_FLIP", "none", "INPUT.MIN_SIZE_TRAIN", "[0]"]
@@ -199,13 +200,14 @@ def test_a_signal_while_the_teacher_is_asked_stops_the_run(
 def test_two_processes_store_what_one_stores(finished, tiny_shapes, tmp_path):
     given = ["MODEL.DETECTOR", str(finished / "phase1/train/model.pth")]
     few = ["SCHEDULE.TRAIN.MAX_STEPS", "1", "SCHEDULE.CALIBRATE.MAX_STEPS", "1"]
-    pair = start(tmp_path, [*tiny_shapes, *given, *CACHE, *few], "--num-gpus", "2")
-    said = pair.communicate(timeout=200)[0]
-    assert pair.returncode == 0, said
+    run = tmp_path / "run"
+    words = ["--config-file", TINY, *tiny_shapes, *given, *CACHE, *few, "OUTPUT_DIR", str(run)]
+    pair = tiny.start_ranks(words, tmp_path / "console", 2)
+    assert tiny.finish(pair) == [0, 0], [each.said() for each in pair]
     for name in ("starts", "scores", "boxes"):
         path = f"phase2/train/predictions/{name}.npy"
-        assert (tmp_path / path).read_bytes() == (finished / path).read_bytes()
-    assert json.loads((tmp_path / "phase2/train/stage.json").read_text())["facts"]["steps"] == 1
+        assert (run / path).read_bytes() == (finished / path).read_bytes()
+    assert json.loads((run / "phase2/train/stage.json").read_text())["facts"]["steps"] == 1
 
 
 def test_what_is_stored_is_what_the_teacher_says_about_the_image_as_it_is(finished, tiny_config):

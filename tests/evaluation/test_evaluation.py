@@ -2,11 +2,8 @@
 
 import json
 import logging
-import pickle
-import subprocess
-import sys
+import multiprocessing
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -23,8 +20,6 @@ from cldetr.evaluation.evaluator import IncrementalEvaluator, to_scalars
 from cldetr.scenario import Category, Phase, Scenario
 
 from .coco_oracle import make_data, make_detections, run_pycocotools, to_coco_dict
-
-WORKER = Path(__file__).with_name("evaluation_worker.py")
 
 
 def make_scenario(categories, *groups):
@@ -357,17 +352,36 @@ def test_scalars_are_numbers_that_detectron2s_eval_hook_accepts(problem):
     assert "new/APs" not in scalars
 
 
+def evaluate_share(folder, rank, truth, scenario, batch):
+    """What one of two processes does that evaluate half of the images each."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2
+    )
+    # One image goes to both, as samplers do that pad to equal lengths.
+    half = len(batch) // 2
+    share = batch[: half + 1] if rank == 0 else batch[half:]
+    found = evaluate(IncrementalEvaluator(truth, scenario, 3), share)
+    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    torch.distributed.destroy_process_group()
+
+
 def test_two_processes_gather_to_the_result_of_one(problem, tmp_path):
     data, detections, scenario = problem
     truth = GroundTruth.from_coco(data, range(6))
     batch = split_by_image(data, detections)
     expected = evaluate(IncrementalEvaluator(truth, scenario, 3), batch)
-    (tmp_path / "problem.pkl").write_bytes(pickle.dumps((truth, scenario, batch)))
 
-    commands = [[sys.executable, str(WORKER), str(tmp_path), rank] for rank in ("0", "1")]
-    processes = [subprocess.Popen(command) for command in commands]
+    fork = multiprocessing.get_context("fork")
+    processes = [
+        fork.Process(target=evaluate_share, args=(tmp_path, rank, truth, scenario, batch))
+        for rank in (0, 1)
+    ]
+    for process in processes:
+        process.start()
     try:
-        assert [process.wait(timeout=120) for process in processes] == [0, 0]
+        for process in processes:
+            process.join(timeout=120)
+        assert [process.exitcode for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()
