@@ -267,7 +267,7 @@ def match_any_class(truth: GroundTruth, detections: Detections) -> np.ndarray:
     kept = np.flatnonzero(~truth.crowd)
     one_class = replace(truth.take(kept), labels=np.zeros_like(kept))
     order = np.lexsort((-detections.scores, detections.images))
-    ordered = detections.take(order)
+    ordered = replace(detections.take(order), labels=np.zeros_like(order))
     taken = np.zeros(len(kept), dtype=bool)
     matched = np.full(len(order), -1)
     for found, objects, _ in _rounds(one_class, ordered, pairs=ordered.images):
