@@ -36,10 +36,12 @@ format: setup ## put the code in style
 demo: setup ## the main job on the embedded data set: under ten minutes on two cores
 	$(BIN)/cldetr demo
 
-ablation: setup ## the paper's ablation on the embedded data set, three orders: hours, resumable
+ABLATION = $(BIN)/cldetr sweep --seeds 0 1 2 --share-first --set SCENARIO.ORDER seed LOG_PERIOD 100 REPORT False
+ablation: setup ## methods compared on the embedded data set, three orders: hours, resumable
 	$(BIN)/cldetr shapes --out datasets/shapes
-	$(BIN)/cldetr sweep --table ablation --seeds 0 1 2 --share-first \
-		--out output/ablation --set SCENARIO.ORDER seed LOG_PERIOD 100
+	$(ABLATION) --table recipe --out output/ablation
+	$(ABLATION) SCENARIO.NAME 4+2x3 --out output/ablation_4_2x3 --table recipe
+	$(ABLATION) --table ablation --out output/ablation
 
 # Three orders of each; WEIGHTS is a file of MobileNetV2's ImageNet weights where torchvision's
 # cannot be downloaded (tools/mobilenet_v2_weights.py).
