@@ -127,6 +127,7 @@ def test_a_schedule_counts_steps_and_milestones_in_epochs():
     assert stage.milestones(per_epoch=5) == (20, 40)
     assert StageSchedule(epochs=10, max_steps=7).steps(per_epoch=5) == 7
     assert StageSchedule(epochs=10, drops=(1, 8), max_steps=7).milestones(per_epoch=5) == (5,)
+    assert StageSchedule(epochs=10, drops=(1, 8), max_steps=5).milestones(per_epoch=5) == ()
 
 
 def test_a_tuple_may_be_written_as_detectron2_writes_it(config):

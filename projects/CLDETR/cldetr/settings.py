@@ -109,11 +109,11 @@ class StageSchedule:
         return min(steps, self.max_steps) if self.max_steps else steps
 
     def milestones(self, per_epoch: int) -> tuple[int, ...]:
-        """Steps at which the learning rate drops, those within the stage."""
+        """Steps at which the learning rate drops, those before the end of the stage."""
         steps = self.steps(per_epoch)
         stretch = max(self.min_steps / (self.epochs * per_epoch), 1.0) if self.epochs else 1.0
         drops = (round(drop * per_epoch * stretch) for drop in self.drops)
-        return tuple(drop for drop in drops if drop <= steps)
+        return tuple(drop for drop in drops if drop < steps)
 
 
 @dataclass(frozen=True)
