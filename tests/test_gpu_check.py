@@ -152,7 +152,7 @@ def test_kernels_of_another_architecture_name_the_build(monkeypatch):
     def launch(*inputs):
         raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
 
-    monkeypatch.setattr(gpu_check, "_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 6 + 3 * index))
     found = gpu_check._guard(launch, "operator")
     assert found.fix == "TORCH_CUDA_ARCH_LIST='8.6;8.9' cldetr build --cuda on --force"

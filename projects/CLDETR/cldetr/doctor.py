@@ -95,7 +95,7 @@ def _packages() -> Finding:
         except importlib.metadata.PackageNotFoundError:
             problems.append(f"{name} is missing")
             continue
-        if least and _release(version) < _release(least[1]):
+        if least and release(version) < release(least[1]):
             problems.append(f"{name} {version} is older than {least[1]}")
     if problems:
         return Finding("packages", "fail", ", ".join(problems), f"{_SETUP}, or `pip install -e .`")
@@ -255,6 +255,6 @@ def _processor(torch: ModuleType | None) -> Finding:
     return Finding("CPU", "ok", f"{text}; torch uses {threads} thread(s)")
 
 
-def _release(version: str) -> tuple[int, ...]:
+def release(version: str) -> tuple[int, ...]:
     """Reads the numbers a version begins with: (2, 1) of "2.1rc1"."""
     return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", version)[0])))

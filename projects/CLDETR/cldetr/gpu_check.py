@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from cldetr.config_files import compose
-from cldetr.doctor import Finding
+from cldetr.doctor import Finding, release
 from cldetr.engine.environment import environment
 from cldetr.engine.launch import set_float32_precision
 from cldetr.engine.step import StageTrainer, build_optimizer, has_bfloat16
@@ -95,7 +95,7 @@ def check_driver() -> Finding:
     if torch.cuda.is_available():
         return Finding("GPU", "ok", f"{_devices()}; driver {_driver() or 'of unknown version'}")
     driver, needed = _driver(), OLDEST_DRIVERS.get(built.split(".")[0], "")
-    if driver and needed and _numbers(driver) < _numbers(needed):
+    if driver and needed and release(driver) < release(needed):
         text = f"driver {driver} is too old for torch {torch.__version__} (CUDA {built})"
         fix = f"update it to {needed} or newer, or install a torch for an older CUDA"
     elif driver:
@@ -199,13 +199,7 @@ def train_small(device: str, float32: str, half: str) -> tuple[float, float, flo
         trainer = _small_trainer(device, half)
         batch = next(trainer._data_loader_iter)
         first = _loss(trainer.learner, batch)
-        trainer.run_step()  # the first is slower
-        _wait(device)
-        start = time.perf_counter()
-        for trainer.iter in range(1, STEPS):
-            trainer.run_step()
-        _wait(device)
-        seconds = (time.perf_counter() - start) / (STEPS - 1)
+        seconds = _seconds_per_step(trainer, device, first=1, last=STEPS)
         return first, _loss(trainer.learner, batch), seconds
     finally:
         torch.set_float32_matmul_precision(before[0])
@@ -264,19 +258,12 @@ def time_step(name: str, precision: str) -> Finding:
     trainer = _trainer(learner, cfg, _random_batch(4, 800, 1333, 80))
     torch.cuda.reset_peak_memory_stats()
     try:
-        for trainer.iter in range(3):
-            trainer.run_step()
-        _wait("cuda")
-        start = time.perf_counter()
-        for trainer.iter in range(3, 8):
-            trainer.run_step()
-        _wait("cuda")
+        seconds = _seconds_per_step(trainer, "cuda", first=3, last=8)
     except torch.cuda.OutOfMemoryError:
         fix = "docs/performance.md has the settings that fit"
         return Finding(name, "warn", "four images of 800 × 1333 do not fit this GPU", fix)
-    milliseconds = 200 * (time.perf_counter() - start)
     peak = torch.cuda.max_memory_allocated() / _GIB
-    text = f"{milliseconds:.0f} ms per step of 4 images of 800 × 1333, peak {peak:.1f} GiB"
+    text = f"{1000 * seconds:.0f} ms per step of 4 images of 800 × 1333, peak {peak:.1f} GiB"
     return Finding(name, "ok", text)
 
 
@@ -288,8 +275,8 @@ def _guard(check: Callable[..., Finding], name: str, *given: Any) -> Finding:
         text = str(error).strip().splitlines()[0]
         fix = _REPORT
         if "no kernel image" in text:
-            codes = {_join(torch.cuda.get_device_capability(i), ".") for i in range(_count())}
-            wanted = ";".join(sorted(codes))
+            devices = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
+            wanted = ";".join(sorted({_join(capability, ".") for capability in devices}))
             fix = f"TORCH_CUDA_ARCH_LIST='{wanted}' cldetr build --cuda on --force"
         elif "out of memory" in text:
             fix = "end other processes on this GPU (`nvidia-smi` lists them)"
@@ -374,17 +361,24 @@ def _with_gradients(function: Callable[..., Tensor], inputs: list[Tensor]) -> li
     return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
+def _seconds_per_step(trainer: StageTrainer, device: str, first: int, last: int) -> float:
+    """Takes `last` steps; returns the time of one, without those before `first`, which are slow."""
+    for trainer.iter in range(last):
+        if trainer.iter == first:
+            _wait(device)
+            start = time.perf_counter()
+        trainer.run_step()
+    _wait(device)
+    return (time.perf_counter() - start) / (last - first)
+
+
 def _wait(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize()
 
 
-def _count() -> int:
-    return torch.cuda.device_count()
-
-
 def _devices() -> str:
-    names = [torch.cuda.get_device_name(index) for index in range(_count())]
+    names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return f"{len(names)} of CUDA {torch.version.cuda}: {', '.join(names)}"
 
 
@@ -394,10 +388,6 @@ def _driver() -> str:
         return ""
     found = re.search(r"(\d{3,}\.\d+(?:\.\d+)?)", DRIVER.read_text(errors="replace"))
     return found[1] if found else ""
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", version)))
 
 
 def _join(capability: tuple[int, int], separator: str = "") -> str:

@@ -14,12 +14,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from cldetr.analysis.predict import Detection, Predictor
-from cldetr.data.scan import check_file
+from cldetr.data.scan import IMAGE_ENDINGS, check_file, is_image_name
 from cldetr.drawing.boxes import Box, class_color, draw_boxes, make_canvas, save_png
 from cldetr.errors import InputError
 from cldetr.files import write_json
-
-ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,9 +114,9 @@ def find_images(paths: Sequence[Path]) -> list[Path]:
     problems = []
     for path in paths:
         if path.is_dir():
-            inside = sorted(x for x in path.iterdir() if x.suffix.lower() in ENDINGS)
+            inside = sorted(x for x in path.iterdir() if is_image_name(x.name))
             if not inside:
-                problems.append(f"{path}: no image in this folder ({', '.join(ENDINGS)})")
+                problems.append(f"{path}: no image in this folder ({', '.join(IMAGE_ENDINGS)})")
             found += inside
         elif path.is_file():
             found.append(path)

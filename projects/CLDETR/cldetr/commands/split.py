@@ -185,17 +185,16 @@ def describe(
     yield from _findings(scenario, audit)
 
 
-def _phase_table(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _phase_table(phases: Sequence[Mapping[str, Any]]) -> list[str]:
     keys = ("index", "classes", "images", "annotated", "empty", "instances", "crowd")
     cells = [["phase", *keys[1:], "old hidden", "later hidden"]]
     for phase in phases:
         values = [*(phase[key] for key in keys), phase["hidden"]["old"], phase["hidden"]["future"]]
         cells.append([f"{value:,}" for value in values])
-    right = ["right"] * len(cells[0])
-    yield from tabulate(cells, (), "plain", disable_numparse=True, colalign=right).splitlines()
+    return _align_right(cells)
 
 
-def _size_table(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _size_table(phases: Sequence[Mapping[str, Any]]) -> list[str]:
     counts = ["phase", "objects per image: mean", "max", "max, hidden too"]
     cells = [[*counts, "√area of boxes in px: 5%", "50%", "95%"]]
     for phase in phases:
@@ -204,8 +203,12 @@ def _size_table(phases: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             [str(phase["index"]), f"{objects['mean']:.1f}", *map(str, list(objects.values())[1:])]
             + ["–" if size is None else f"{size:.0f}" for size in sizes.values()]
         )
+    return _align_right(cells)
+
+
+def _align_right(cells: Sequence[Sequence[str]]) -> list[str]:
     right = ["right"] * len(cells[0])
-    yield from tabulate(cells, (), "plain", disable_numparse=True, colalign=right).splitlines()
+    return tabulate(cells, (), "plain", disable_numparse=True, colalign=right).splitlines()
 
 
 def _columns(counts: Mapping[str, int]) -> Iterator[str]:

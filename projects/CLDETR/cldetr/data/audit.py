@@ -80,11 +80,13 @@ def setting_warnings(
     stride = int(finest[6:]) if finest.startswith("stride") and finest[6:].isdecimal() else stride
     for phase in [phase for phase in scenario.phases if phase.image_ids]:
         source, where = data[phase.source], f"phase {phase.index}"
-        owners, labels = _objects(scenario, phase, source)
+        owners, labels, inside = _objects(scenario, phase, source)
+        inside &= ~source.crowd
+        counts = np.bincount(labels[inside & (labels >= 0)], minlength=len(scenario.categories))
         few = [
-            f"{scenario.categories[label].name} ({count})"
+            f"{scenario.categories[label].name} ({counts[label]})"
             for label in phase.taught
-            if 0 < (count := int((labels == label).sum())) < MIN_OBJECTS
+            if 0 < counts[label] < MIN_OBJECTS
         ]
         if few:
             yield (
@@ -94,7 +96,7 @@ def setting_warnings(
         if not own_model:
             continue
         known = np.isin(labels, scenario.seen(phase.index))  # old ones may be pseudo-labelled
-        per_image = np.bincount(owners[known], minlength=1)
+        per_image = np.bincount(owners[inside & known], minlength=1)
         queries, most = lazy.get("num_queries", detr.NUM_QUERIES), int(per_image.max())
         if most > queries:
             yield (
@@ -102,8 +104,8 @@ def setting_warnings(
                 f"detector has queries ({queries}), up to {most}: set MODEL.DETR.NUM_QUERIES above "
                 "that"
             )
-        own = np.isin(labels, phase.taught)
-        small = _sizes_at_test(source, owners[own], _rows(source, phase)[own], cfg) < (stride or 0)
+        own = np.flatnonzero(inside & np.isin(labels, phase.taught))
+        small = _sizes_at_test(source, owners[own], own, cfg) < (stride or 0)
         if len(small) and small.mean() > MAX_SMALL:
             yield (
                 f"{where}: {small.mean():.0%} of the objects are smaller than a cell of the finest "
@@ -112,18 +114,14 @@ def setting_warnings(
             )
 
 
-def _rows(data: CocoData, phase: Phase) -> np.ndarray:
-    """Rows of the objects in a phase's images, without crowd regions."""
-    inside = np.isin(data.image_ids, phase.image_ids).repeat(np.diff(data.starts))
-    return np.flatnonzero(inside & ~data.crowd)
-
-
-def _objects(scenario: Scenario, phase: Phase, data: CocoData) -> tuple[np.ndarray, np.ndarray]:
-    """Images, by index, and labels of these objects."""
-    rows = _rows(data, phase)
-    owners = np.repeat(np.arange(len(data.image_ids)), np.diff(data.starts))[rows]
+def _objects(
+    scenario: Scenario, phase: Phase, data: CocoData
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of every object: its image, by index, its label, and whether the phase has the image."""
+    owners = np.repeat(np.arange(len(data.image_ids)), np.diff(data.starts))  # (N,)
     every = range(len(scenario.categories))
-    return owners, label_table(data, scenario.categories, every)[data.labels[rows]]
+    labels = label_table(data, scenario.categories, every)[data.labels]
+    return owners, labels, np.isin(data.image_ids, phase.image_ids)[owners]
 
 
 def _sizes_at_test(
@@ -139,18 +137,14 @@ def _sizes_at_test(
 
 
 def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, Any]:
-    chosen = np.isin(data.image_ids, phase.image_ids)
-    owners = np.repeat(np.arange(len(data.image_ids)), np.diff(data.starts))  # (N,)
-    inside = chosen[owners]
-    every = range(len(scenario.categories))
-    labels = label_table(data, scenario.categories, every)[data.labels]
+    owners, labels, inside = _objects(scenario, phase, data)
     own = inside & np.isin(labels, phase.annotated)
     per_class = np.bincount(labels[own], minlength=len(scenario.categories))
     annotated = len(np.unique(owners[own]))
     hidden = inside & ~own
     old, future = scenario.old(phase.index), scenario.future(phase.index)
-    objects = np.bincount(owners[own & ~data.crowd], minlength=len(chosen))[chosen]
-    all_objects = np.bincount(owners[inside & ~data.crowd], minlength=len(chosen))
+    objects = np.bincount(owners[own & ~data.crowd])
+    all_objects = np.bincount(owners[inside & ~data.crowd])
     sizes = np.sqrt(data.boxes[own & ~data.crowd, 2:].prod(axis=1))
     hidden_old, hidden_future = (
         int(np.isin(labels[hidden], group).sum()) for group in (old, future)
@@ -172,7 +166,7 @@ def _audit_phase(scenario: Scenario, phase: Phase, data: CocoData) -> dict[str, 
         },
         "images_with_hidden": len(np.unique(owners[hidden])),
         "objects_per_image": {
-            "mean": round(float(objects.sum()) / max(len(objects), 1), 2),
+            "mean": round(float(objects.sum()) / max(len(phase.image_ids), 1), 2),
             "max": int(objects.max(initial=0)),
             "max_with_hidden": int(all_objects.max(initial=0)),
         },

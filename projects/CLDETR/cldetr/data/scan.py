@@ -18,13 +18,13 @@ MAX_PIXELS = 1 << 27  # 134 million: twice what the largest consumer cameras tak
 _EXIF_ORIENTATION = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 _LISTED = 1000  # bad files named in the message
-_IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff")
+IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 _LAST_BYTES = {"JPEG": b"\xff\xd9", "PNG": b"IEND\xaeB`\x82"}
 
 
 def is_image_name(name: str) -> bool:
     """Whether a file is an image by its ending; hidden ones are some system's, not the user's."""
-    return name.lower().endswith(_IMAGE_ENDINGS) and not name.startswith(".")
+    return name.lower().endswith(IMAGE_ENDINGS) and not name.startswith(".")
 
 
 def scan_images(data: CocoData) -> None:

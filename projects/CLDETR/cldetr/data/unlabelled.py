@@ -10,12 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from cldetr.data.coco import CocoData
-from cldetr.data.scan import check_file
+from cldetr.data.scan import IMAGE_ENDINGS, check_file, is_image_name
 from cldetr.errors import InputError
 from cldetr.files import sha256_json
 from cldetr.scenario import Category
-
-IMAGE_ENDINGS = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".gif")
 
 
 def read_image_folder(folder: str | os.PathLike[str], name: str) -> CocoData:
@@ -28,7 +26,7 @@ def read_image_folder(folder: str | os.PathLike[str], name: str) -> CocoData:
     root = Path(folder)
     if not root.is_dir():
         raise InputError(f"there is no folder {root}: give one with images")
-    files = sorted(path for path in root.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
+    files = sorted(path for path in root.rglob("*") if is_image_name(path.name))
     if not files:
         raise InputError(f"no image lies in {root} ({', '.join(IMAGE_ENDINGS)})")
     with ThreadPoolExecutor(8) as pool:

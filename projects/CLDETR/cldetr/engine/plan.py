@@ -22,6 +22,7 @@ from detectron2.structures import Boxes, Instances
 from cldetr.config import check_keys, identity, method_of, schedule_of
 from cldetr.data.audit import setting_warnings
 from cldetr.data.exemplars import phase_budget, resolve_budget
+from cldetr.data.memory import phase_counts
 from cldetr.engine.checkpoint import KEPT
 from cldetr.engine.initial_weights import check_weights, load_trained_detector
 from cldetr.engine.ledger import check_identity, read_identity
@@ -143,7 +144,10 @@ def make_plan(
     cfg, data = found
     _note_problem(plan, _check_directory, cfg)
     plan.stages = planned_stages(cfg, data.scenario)
-    plan.labels = {phase.index: _labels(data, phase.index) for phase in data.scenario.phases}
+    plan.labels = {
+        phase.index: int(phase_counts(data.scenario, phase.index, data.train[phase.source]).sum())
+        for phase in data.scenario.phases
+    }
     plan.test_images = sum(len(test.image_ids) for test in data.test.values())
     plan.notes += data.consequences()
     held_out = _held_out_images(plan.stages, cfg, data)
@@ -321,17 +325,6 @@ def _check_images(plan: Plan, cfg: CfgNode, scenario: Scenario, processes: int) 
                     f"phase {phase.index} has {len(phase.image_ids)} images, fewer than the "
                     f"budget of {wanted} exemplars"
                 )
-
-
-def _labels(data: RunData, index: int) -> int:
-    """Objects of the phase's classes in its images, without crowd regions."""
-    phase = data.scenario.phase(index)
-    source = data.train[phase.source]
-    names = {data.scenario.categories[label].name for label in phase.annotated}
-    own = np.array([category.name in names for category in source.categories])
-    chosen = np.isin(source.image_ids, phase.image_ids)
-    inside = np.repeat(chosen, np.diff(source.starts))
-    return int((inside & own[source.labels] & ~source.crowd).sum())
 
 
 def _sizes(detector: Detector) -> tuple[int, int]:
