@@ -317,6 +317,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_two_processes_end_a_stage_together(tiny_shapes, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(scores=SCORES))
