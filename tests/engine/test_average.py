@@ -68,7 +68,8 @@ def test_both_are_evaluated(finished):
     beside = json.loads((folder / "phase2/evaluate/metrics_raw.json").read_text())
     assert results.keys() == beside.keys()
     record = json.loads((folder / "phase2/evaluate/stage.json").read_text())
-    assert {"metrics.json", "metrics_raw.json"} <= set(record["outputs"])
+    details = {"confusion.json", "precision_recall.json"}
+    assert set(record["outputs"]) == {"metrics.json", "metrics_raw.json", *details}
 
 
 def test_a_resumed_stage_has_the_same_average(finished, tiny_config, tmp_path, monkeypatch):
