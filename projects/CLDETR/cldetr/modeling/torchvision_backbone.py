@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 
 import torch
@@ -64,6 +65,7 @@ class TorchvisionBackbone(Backbone):
                 module.requires_grad_(False)
         if norm == "FrozenBN":
             FrozenBatchNorm2d.convert_frozen_batchnorm(self)
+            _fold_norms(self)
 
     @property
     def size_divisibility(self) -> int:
@@ -73,6 +75,8 @@ class TorchvisionBackbone(Backbone):
     def forward(self, image: Tensor) -> dict[str, Tensor]:
         """Images (B, 3, H, W) to maps by the names of the outputs."""
         maps = {}
+        if image.device.type == "cpu":  # oneDNN's depthwise convolutions are faster so
+            image = image.contiguous(memory_format=torch.channels_last)
         for index, module in enumerate(self._steps()[: max(self._ends) + 1]):
             image = module(image)
             if index in self._ends:
@@ -107,6 +111,42 @@ class TorchvisionBackbone(Backbone):
             found[f"stride{stride}"] = (index, ShapeSpec(channels=image.shape[1], stride=stride))
         self.train()
         return found
+
+
+class _FoldedSequential(nn.Sequential):
+    """Children one after the other, frozen norms computed as part of the convolutions before them.
+
+    A frozen batch norm is an affine map of each channel: in the convolution's weights it costs next
+    to nothing, as a layer of its own a pass over every map, forward and backward.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """What nn.Sequential computes, but for rounding."""
+        children = [*self]
+        for child, following in itertools.zip_longest(children, children[1:]):
+            if isinstance(child, nn.Conv2d) and isinstance(following, FrozenBatchNorm2d):
+                scale = following.weight * (following.running_var + following.eps).rsqrt()
+                shift = following.bias - following.running_mean * scale
+                if child.bias is not None:
+                    shift = shift + child.bias * scale
+                x = child._conv_forward(x, child.weight * scale[:, None, None, None], shift)
+            elif not isinstance(child, FrozenBatchNorm2d):
+                x = child(x)
+        return x
+
+
+def _fold_norms(module: nn.Module) -> None:
+    """Lets sequences compute frozen norms with the convolutions before them; keeps all names."""
+    for name, child in module.named_children():
+        _fold_norms(child)
+        kinds = [type(part) for part in child.children()]
+        norms = [index for index, kind in enumerate(kinds) if kind is FrozenBatchNorm2d]
+        if (
+            type(child).forward is nn.Sequential.forward
+            and norms
+            and all(index and kinds[index - 1] is nn.Conv2d for index in norms)
+        ):
+            module.add_module(name, _FoldedSequential(OrderedDict(child.named_children())))
 
 
 # Children that are one long sequence, and those with which something else than maps begins.
