@@ -115,7 +115,7 @@ def test_no_label_hides_a_small_object(written):
     small = [(x, y, x + 2, y + 2) for x in range(0, 94, 3) for y in range(0, 94, 3)]
     large = Box((30, 30, 60, 60), GREEN, "a large one")
     draw_boxes(make_canvas(grey(96, 96)), [large, *(Box(x, BLUE) for x in small)])
-    assert written == ["1 labels not shown"]  # there is no room between them
+    assert written == ["1 label not shown"]  # there is no room between them
     boxes = np.array([[30, 30, 60, 60], [30, 26, 34, 30]]) * 5.0
     spot, _ = place_labels(boxes, ["a large one", ""], (480, 480), _font(14))
     assert shared_areas(np.array([spot]), boxes[1:]).item() == 0

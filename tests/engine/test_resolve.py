@@ -85,11 +85,14 @@ def test_a_loss_that_diverges_stops_the_run(tiny_config, tmp_path):
         train(cfg)
 
 
-def logged(losses):
+def logged(losses, of_boxes=()):
     """What the hook does with a stage that logs these losses."""
     hook = DivergenceHook()
     for step, loss in enumerate(losses):
-        storage = SimpleNamespace(latest=lambda value=(loss, step): {"total_loss": value})
+        values = {"total_loss": (loss, step)}
+        if of_boxes:
+            values["loss_bbox"] = (of_boxes[step], step)
+        storage = SimpleNamespace(latest=lambda values=values: values)
         place = {"phase": 1, "stage": "train", "step": step, "iter": step}
         cfg = SimpleNamespace(SOLVER=SimpleNamespace(BASE_LR=0.5))
         hook.trainer = SimpleNamespace(storage=storage, cfg=cfg, **place)
@@ -102,6 +105,13 @@ def test_a_loss_far_above_its_lowest_diverges_and_a_noisy_one_does_not():
     logged([12.0] * 5 + [3.0] * 20 + [1000.0] * 2 + [3.0] * 20)  # an outlier
     with pytest.raises(InputError, match=r"it is 490 after 12\. .* lower SOLVER\.BASE_LR \(0\.5"):
         logged([12.0] * 5 + [490.0] * 20)
+
+
+def test_batches_without_an_object_say_nothing_about_divergence():
+    losses = [0.5, 9.0, 0.1, 0.2, 0.3, 8.0, 7.5, 7.0, 8.0, 7.0, 6.0]
+    logged(losses, [0.0, 1.0, 0.0, 0.0, 0.0, *[1.0] * 6])
+    with pytest.raises(InputError, match="diverges"):
+        logged(losses, [1.0] * len(losses))
 
 
 def test_a_failed_start_does_not_block_the_corrected_command(tiny_config, tmp_path):

@@ -95,7 +95,7 @@ def draw_boxes(canvas: Canvas, boxes: Sequence[Box]) -> None:
     shown = [(box.text, spot, box.color) for box, spot in zip(boxes, labels, strict=True) if spot]
     skipped = sum(bool(box.text) for box in boxes) - len(shown)
     if skipped:
-        note = f"{skipped} labels not shown"
+        note = f"{skipped} label{'s' * (skipped > 1)} not shown"
         width, height = _text_size(note, font)
         right, bottom = canvas.image.size
         shown.append((note, (right - width, bottom - height, right, bottom), _INK))

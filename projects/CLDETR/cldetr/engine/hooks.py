@@ -227,7 +227,8 @@ class AverageHook(HookBase):
 class DivergenceHook(HookBase):
     """Stops a stage whose loss grows far above the lowest that it was: it diverges.
 
-    It looks at the logged losses, the median of the last few of them.
+    It looks at the logged losses, the median of the last few of them, but for those of batches
+    without any object: they are small whatever the detector does.
     """
 
     def __init__(self) -> None:
@@ -236,8 +237,9 @@ class DivergenceHook(HookBase):
 
     def after_step(self) -> None:
         """Compares the newest losses, on the rank that logs them."""
-        loss, iteration = self.trainer.storage.latest().get("total_loss", (0.0, -1))
-        if iteration != self.trainer.iter:
+        latest = self.trainer.storage.latest()
+        loss, iteration = latest.get("total_loss", (0.0, -1))
+        if iteration != self.trainer.iter or latest.get("loss_bbox", (1.0, -1))[0] == 0.0:
             return
         self.recent = [*self.recent, float(loss)][-_RECENT:]
         median = sorted(self.recent)[len(self.recent) // 2]
