@@ -7,10 +7,12 @@ from cldetr.config import (
     check_keys,
     config_from_text,
     default_config,
+    differing,
     identity,
     load_config,
     method_of,
     schedule_of,
+    without_defaults,
 )
 from cldetr.engine.launch import set_float32_precision
 from cldetr.errors import InputError
@@ -163,3 +165,13 @@ def test_the_config_of_a_weights_file_may_have_keys_of_a_method_that_are_gone():
     assert (cfg.METHOD.PSEUDO.K, cfg.INPUT.FORMAT) == (7, "RGB")
     with pytest.raises(InputError, match=r"in a.pth:\n.*unknown key MODEL\.GONE"):
         config_from_text("MODEL: {GONE: 1}\n", "a.pth")
+
+
+def test_a_key_that_a_later_version_adds_leaves_runs_the_same(tiny_config, tmp_path):
+    current = identity(tiny_config(tmp_path))
+    before = {key: value for key, value in current.items() if key != "MODEL.DETR.QUERY_GROUPS"}
+    assert differing(before, current) == []
+    assert without_defaults(before) == without_defaults(current)
+    set_now = {**current, "MODEL.DETR.QUERY_GROUPS": [-1]}
+    assert differing(before, set_now) == [("MODEL.DETR.QUERY_GROUPS", [], [-1])]
+    assert without_defaults(set_now) != without_defaults(current)

@@ -340,6 +340,25 @@ def identity(cfg: CN) -> dict[str, Any]:
     return json.loads(json.dumps(kept))
 
 
+def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that differ from their keys' defaults: later versions add keys, not these."""
+    return {key: value for key, value in settings.items() if is_set(key, value)}
+
+
+def differing(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """(key, stored value, current value) for every setting that differs.
+
+    A key that one side lacks has its default there: a run of a version before the key was added did
+    what the default does.
+    """
+    defaults = json.loads(json.dumps(_defaults()))
+    values = [
+        (key, stored.get(key, defaults.get(key)), current.get(key, defaults.get(key)))
+        for key in sorted({*stored, *current})
+    ]
+    return [(key, old, new) for key, old, new in values if old != new]
+
+
 def load_config(path: str, overrides: Sequence[str] = ()) -> CN:
     """Reads a YAML file (and its `_BASE_` files) or a LazyConfig, with overrides.
 

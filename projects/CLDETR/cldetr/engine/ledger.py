@@ -31,7 +31,7 @@ from typing import Any
 from detectron2.config import CfgNode
 from detectron2.utils import comm
 
-from cldetr.config import identity
+from cldetr.config import differing, identity
 from cldetr.engine.environment import environment
 from cldetr.errors import InputError
 from cldetr.files import atomic_path, remove_partials, sha256_file, sha256_json, write_json
@@ -243,16 +243,6 @@ def check_identity(stored: Mapping[str, Any], current: Mapping[str, Any]) -> Non
             "(start in a new OUTPUT_DIR, or undo the changes):",
             [f"{key}: was {old!r}, now {new!r}" for key, old, new in differences],
         )
-
-
-def differing(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """(key, stored value, current value) for every key that differs."""
-    keys = sorted({*stored, *current})
-    return [
-        (key, stored.get(key), current.get(key))
-        for key in keys
-        if stored.get(key) != current.get(key)
-    ]
 
 
 def _read_record(path: Path) -> dict[str, Any]:

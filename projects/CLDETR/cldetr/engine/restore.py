@@ -16,12 +16,13 @@ from cldetr.config import (
     RUNTIME_KEYS,
     config_from_text,
     default_config,
+    differing,
     identity,
     load_config,
     merge_keys,
 )
 from cldetr.engine.checkpoint import latest_checkpoint, load_into, load_state
-from cldetr.engine.ledger import differing, read_identity
+from cldetr.engine.ledger import read_identity
 from cldetr.errors import InputError
 from cldetr.modeling.detector import Detector
 from cldetr.scenario import Scenario
@@ -82,7 +83,7 @@ def config_of_run(root: str | os.PathLike[str], device: str = "auto") -> CfgNode
         raise InputError(f"{root} is no run directory: it has no config.yaml and identity.json")
     cfg = load_config(str(path))
     stored, found = read_identity(Path(root) / "identity.json"), identity(cfg)
-    differences = differing(stored, {key: found.get(key) for key in stored})
+    differences = differing(stored, found)
     if differences:
         raise InputError.listing(
             f"{path} is damaged or was changed: it is not the config of this run any more (restore "

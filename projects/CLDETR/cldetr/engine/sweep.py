@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from detectron2.config import CfgNode
 
-from cldetr.config import identity
+from cldetr.config import differing, identity, without_defaults
 from cldetr.config_files import dump_changes
-from cldetr.engine.ledger import differing, read_identity
+from cldetr.engine.ledger import read_identity
 from cldetr.engine.resolve import FROM_DATA
 from cldetr.errors import InputError
 from cldetr.evaluation.results import load_results
@@ -39,8 +39,15 @@ _SEEDS = ("SEED", "SCENARIO.CLASS_SEED", "SCENARIO.DATA_SEED")
 _FROM_DATA = "MODEL.DETR.NUM_CLASSES"  # a run sets it by its data
 _FIRST_MODEL = Path("phase1/train/model.pth")
 # What has no effect on the model after the first phase. Joint training differs from the second
-# phase on only: the first sees D_1 in both.
-_AFTER_FIRST = ("METHOD.", "SCHEDULE.TRAIN.", "SCHEDULE.CALIBRATE.", "TEST.", "MODEL.DETECTOR")
+# phase on only: the first sees D_1 in both. Groups of queries: the first phase uses one of them.
+_AFTER_FIRST = (
+    "METHOD.",
+    "SCHEDULE.TRAIN.",
+    "SCHEDULE.CALIBRATE.",
+    "TEST.",
+    "MODEL.DETECTOR",
+    "MODEL.DETR.QUERY_GROUPS",
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,8 +60,9 @@ class Experiment:
     @property
     def folder_name(self) -> str:
         """The name and a digest of every setting but the seeds."""
-        settings = {key: value for key, value in identity(self.cfg).items() if key not in _SEEDS}
-        return f"{self.name}-{sha256_json(settings)[:10]}"
+        settings = without_defaults(identity(self.cfg)).items()
+        digest = sha256_json({key: value for key, value in settings if key not in _SEEDS})
+        return f"{self.name}-{digest[:10]}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -188,7 +196,7 @@ def first_phase_digest(settings: Mapping[str, Any]) -> str:
     return sha256_json(
         {
             key: value
-            for key, value in settings.items()
+            for key, value in without_defaults(settings).items()
             if key == "METHOD.UNSEEN" or not key.startswith((*_AFTER_FIRST, _FROM_DATA))
         }
     )
