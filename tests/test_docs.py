@@ -265,6 +265,22 @@ def test_commands_in_comments_of_configs_and_scripts_parse():
         assert not problems, file
 
 
+def test_commands_of_the_makefile_parse():
+    targets = ["demo", "ablation", "real", "bench", "doctor"]
+    printed = subprocess.run(
+        ["make", "-n", "-C", str(ROOT), "ENVIRONMENT=.", f"DATA={ROOT}", *targets],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout
+    lines = [
+        line.strip() for line in printed.replace("\\\n", " ").replace("./bin/", "").splitlines()
+    ]
+    assert sum(line.startswith("cldetr sweep") for line in lines) >= 6
+    problems = [f"{line}: {problem}" for line in lines if (problem := command_problem(line))]
+    assert not problems
+
+
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [

@@ -198,6 +198,24 @@ def test_categories_are_added_again_and_again(third, material, test_all, tmp_pat
     assert rows(tmp_path / "five/phase2/calibrate/model.pth")[0] == [*NAMES, "sun"]
 
 
+def test_each_added_category_gets_queries_of_its_own(two, material, test_all, tmp_path):
+    """A detector without groups of queries gets a second one, one with groups another."""
+
+    def queries(run, stage):
+        return load_state(run / stage / "model.pth")["model"]["query_embed.weight"]
+
+    runs = [two, tmp_path / "three", tmp_path / "four"]
+    for old, new, category in zip(runs, runs[1:], (3, 4), strict=False):
+        data = material.reference(new.name, shown=(category,), images=slice(20, 28))
+        words = ["MODEL.DETR.QUERY_GROUPS", "[-1]"] if old is two else []
+        train(add_config(new, old, [data], test_all, *words))
+        before = queries(old, "phase1/train" if old is two else "phase2/calibrate")
+        now = queries(new, "phase1/train")
+        assert len(now) == len(before) + len(queries(two, "phase1/train"))
+        assert torch.equal(now[: len(before)], before)
+    assert load_config(str(runs[-1] / "config.yaml")).MODEL.DETR.QUERY_GROUPS == [0, 0, 1, 2]
+
+
 def test_pages_and_pictures_of_a_run_whose_first_phase_has_no_images(third):
     show_run(third)
     assert not read_run(third).problems

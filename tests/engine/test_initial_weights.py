@@ -60,6 +60,41 @@ def test_a_pre_trained_detector_without_class_head_keeps_the_new_head(detector, 
     assert torch.equal(found["class_embed.0.weight"], head)
 
 
+TWO_STAGE = ["MODEL.DETR.TWO_STAGE", "True"]
+DETR = [
+    *("MODEL.META_ARCHITECTURE", "DETR", "MODEL.DETR.IN_FEATURES", "['res5']"),
+    *("MODEL.RESNETS.OUT_FEATURES", "['res5']", "MODEL.DETR.LEVELS", "4"),
+    *("MODEL.DETR.WITH_BOX_REFINE", "False"),
+]
+
+
+@pytest.mark.parametrize("words", [[], TWO_STAGE, DETR], ids=["plain", "two_stage", "detr"])
+def test_a_detector_of_other_classes_brings_all_but_their_rows(tiny_config, tmp_path, words):
+    cfg = tiny_config(tmp_path, *words)
+    weights = {}
+    for classes in (6, 4):  # the one that is given, and the one that starts from it
+        cfg.MODEL.DETR.NUM_CLASSES = classes
+        torch.manual_seed(classes)
+        detector = build_model(cfg)
+        if classes == 6:
+            weights = other(detector)
+            save_state(tmp_path / "six.pth", {"model": weights})
+    fresh = {key: value.clone() for key, value in detector.state_dict().items()}
+    initialise(detector, str(tmp_path / "six.pth"))
+    head = detector.class_parameters()
+    for key, value in detector.state_dict().items():
+        if key == "visible_classes":
+            continue
+        if key not in head:
+            assert torch.equal(value, weights[key])
+            continue
+        kept = {0} if key in detector.proposal_parameters() else set()
+        for row in range(4):
+            assert torch.equal(value[row], (weights if row in kept else fresh)[key][row])
+        if words == DETR:
+            assert torch.equal(value[4], weights[key][6])  # no-object
+
+
 def test_half_a_detector_is_refused(detector, tmp_path):
     weights = {k: v for k, v in other(detector).items() if not k.startswith("bbox_embed.")}
     save_state(tmp_path / "half.pth", {"model": weights})

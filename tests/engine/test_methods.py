@@ -77,7 +77,7 @@ SHORT = [
     *("METHOD.CALIBRATE.ENABLED", "False"),
 ]
 CASES = [(name, detector) for detector in DETECTORS for name in [*MAIN, *NEWER]]
-CASES += [(name, "deformable") for name in MORE]
+CASES += [(name, "deformable") for name in [*MORE, "70_10_dyq"]]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,8 @@ def test_a_method_runs_with_its_golden_losses(
         *("SCHEDULE.TRAIN.EPOCHS", "9", "SCHEDULE.TRAIN.MAX_STEPS", str(STEPS)),
         *("SCHEDULE.CALIBRATE.MAX_STEPS", "2", "SOLVER.CHECKPOINT_PERIOD", "100"),
     )
-    cfg.METHOD = compose([config]).METHOD
+    wanted = compose([config])
+    cfg.METHOD, cfg.MODEL.DETR.QUERY_GROUPS = wanted.METHOD, wanted.MODEL.DETR.QUERY_GROUPS
     method = method_of(cfg)
     results = train(cfg)
     assert results["method"] == method.name

@@ -145,6 +145,11 @@ def _convert(predictor: Predictor) -> tuple[Any, Any]:
     labels = [predictor.categories[row].name for row in rows]
     if not labels:
         raise InputError("the detector has not seen any class: there is nothing to export")
+    if detector.query_groups > 1:
+        raise InputError(
+            "transformers' Deformable DETR has no groups of queries (MODEL.DETR.QUERY_GROUPS): "
+            "export with --format pt2"
+        )
     model = to_hugging_face(detector, labels)
     return model, image_processor(detector, size.test_short_side, size.test_max_side)
 

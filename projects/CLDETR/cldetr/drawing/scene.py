@@ -28,7 +28,7 @@ from cldetr.drawing.boxes import (
 from cldetr.layers.boxes import box_cxcywh_to_xyxy
 from cldetr.methods.learner import Learner
 from cldetr.methods.pseudo import drop_overlapping, merge
-from cldetr.modeling.structures import DetrOutput, Target
+from cldetr.modeling.structures import Target
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def examine_image(
         images = detector.preprocess([entry])
         (truth,) = detector.targets([entry])
         output = detector.predict(images)
-        output = DetrOutput(output.logits[-1:].float(), output.boxes[-1:].float())
+        output = output.from_layer(-1)
         clear = dropped = Target(truth.labels[:0], truth.boxes[:0])
         if learner.rule is not None:
             teacher_output = None if learner.teacher is None else learner.teacher.predict(images)

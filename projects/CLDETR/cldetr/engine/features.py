@@ -20,7 +20,6 @@ from cldetr.data.herding import ObjectFeatures
 from cldetr.data.loader import Entries, MappedDataset
 from cldetr.data.mapper import Augmentation, Mapper
 from cldetr.modeling.detector import Detector
-from cldetr.modeling.structures import DetrOutput
 
 T = TypeVar("T")
 
@@ -77,7 +76,7 @@ def object_features(
         if len(target) == 0:
             return np.empty((0, 0), np.float32), []
         output = detector.predict(detector.preprocess(batch))
-        matches = detector.match(DetrOutput(output.logits[-1:], output.boxes[-1:]), [target])
+        matches = detector.match(output.from_layer(-1), [target])
         assert output.features is not None
         queries, rows = matches.pairs(layer=0)
         features = output.features[0, queries].float().cpu().numpy()

@@ -14,6 +14,7 @@ from torch import Tensor
 from torchvision.models import get_weight
 
 from cldetr.engine.checkpoint import load_into, load_state
+from cldetr.engine.restore import config_of_weights
 from cldetr.errors import InputError
 from cldetr.files import sha256_file, sha256_json
 from cldetr.modeling.detector import Detector
@@ -23,6 +24,7 @@ from cldetr.scenario import Category, Scenario
 logger = logging.getLogger(__name__)
 
 _TORCHVISION = "torchvision://"
+_QUERIES = "query_embed.weight"
 _UP_DETR = (
     "get up-detr-pre-training-60ep-imagenet.pth from https://github.com/dddzg/up-detr, then "
     "`cldetr convert up-detr-pre-training-60ep-imagenet.pth {}`"
@@ -42,7 +44,9 @@ def check_weights(weights: str) -> None:
 
 
 def initialise(detector: Detector, weights: str) -> None:
-    """Loads initial weights of the first phase: a backbone, or a detector of the same classes.
+    """Loads initial weights of the first phase: a backbone, or a detector.
+
+    The rows of the class head start at random where the detector has another number of classes.
 
     Args:
         detector: freshly built.
@@ -70,6 +74,9 @@ def initialise(detector: Detector, weights: str) -> None:
         if not any(key in found for key in head):  # UP-DETR's pre-training
             found |= head
             logger.info("%s has no class head: it starts at random", weights)
+        elif any(found[key].shape != head[key].shape for key in head if key in found):
+            found |= _fresh_head(detector, found)
+            logger.info("%s detects other classes: their rows start at random", weights)
         load_into(detector, found, weights)
         logger.info("started from the detector %s", weights)
         return
@@ -85,6 +92,20 @@ def initialise(detector: Detector, weights: str) -> None:
     logger.info(
         "started from the backbone %s%s", weights, f"; unused: {', '.join(unused)}" * bool(unused)
     )
+
+
+def _fresh_head(detector: Detector, found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A class head as initialised, but for the rows that stand for no class in particular."""
+    own, head = detector.state_dict(), {}
+    for key in detector.class_parameters():
+        head[key] = own[key].clone()
+        if key in found:
+            background = len(head[key]) - detector.num_classes  # rows beyond the classes
+            if background:
+                head[key][-background:] = found[key][-background:]
+            if key in detector.proposal_parameters():  # its row 0 means any object
+                head[key][0] = found[key][0]
+    return head
 
 
 def describe_architecture(cfg: CfgNode) -> None:
@@ -108,6 +129,14 @@ def known_categories(path: str) -> list[Category]:
     rows = {category.name: category for category in _categories(state, path)}
     known = [name for name in rows if name in state["cldetr"].get("seen", rows)]
     return [rows[name] for name in known]
+
+
+def stored_query_groups(path: str) -> dict[str, int]:
+    """The group of queries of each category that a trained detector knows; empty for one group."""
+    state = load_state(path)
+    groups = config_of_weights(state["cldetr"], path).MODEL.DETR.QUERY_GROUPS
+    names = [category.name for category in _categories(state, path)]
+    return dict(zip(names, groups, strict=True)) if groups else {}
 
 
 def trained_sides(path: str) -> tuple[int, ...]:
@@ -165,6 +194,11 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
             fitted[key][len(scenario.categories) :] = found[key][len(rows) :].to(value)
             if key in detector.proposal_parameters():  # its row 0 means any object
                 fitted[key][0] = found[key][0].to(value[0])
+    if detector.query_groups > 1 and (queries := found.get(_QUERIES)) is not None:
+        # The queries of the first groups; others start with their phase.
+        fitted[_QUERIES] = current[_QUERIES].clone()
+        count = min(len(queries), len(fitted[_QUERIES]))
+        fitted[_QUERIES][:count] = queries[:count]
     load_into(detector, fitted, path)
     logger.info("phase 1 is the trained detector %s (%d categories)", path, len(wanted))
 

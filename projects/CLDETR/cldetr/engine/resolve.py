@@ -1,8 +1,8 @@
 """Fills in what a config leaves to a trained detector, to the data and to the machine.
 
 A value of −1 means "from the data": MODEL.DETR.NUM_QUERIES (`model.num_queries` of a LazyConfig),
-INPUT.MIN_SIZE_TRAIN and MIN_SIZE_TEST, SOLVER.IMS_PER_BATCH and ACCUMULATE. What was
-chosen is logged and stands in RUN/config.yaml.
+MODEL.DETR.QUERY_GROUPS, INPUT.MIN_SIZE_TRAIN and MIN_SIZE_TEST, SOLVER.IMS_PER_BATCH and
+ACCUMULATE. What was chosen is logged and stands in RUN/config.yaml.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from detectron2.config import CfgNode
 from cldetr.config import is_set, merge_keys
 from cldetr.data.memory import exemplar_references
 from cldetr.engine.checkpoint import load_state
-from cldetr.engine.initial_weights import describe_architecture
+from cldetr.engine.initial_weights import describe_architecture, stored_query_groups
 from cldetr.engine.restore import config_of_weights, final_weights, usable_device
 from cldetr.engine.rundata import RunData
 from cldetr.errors import InputError
 from cldetr.modeling.huggingface_files import folder_of
+from cldetr.scenario import Scenario
 from cldetr.settings import leaves
 
 logger = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ def resolve(cfg: CfgNode) -> tuple[CfgNode, RunData]:
             "remove the key, it follows from the data"
         )
     own.MODEL.DETR.NUM_CLASSES = num_classes
+    _choose_query_groups(own, data.scenario)
     describe_architecture(own)
     _follow_data(own, data, detector)
     if filled := filled_in(cfg, own):
@@ -62,6 +64,7 @@ def filled_in(before: CfgNode, after: CfgNode) -> list[str]:
     stated = dict(leaves(before))
     skipped = (
         "MODEL.DETR.NUM_CLASSES",
+        "MODEL.DETR.QUERY_GROUPS",
         "MODEL.DEVICE",
         "MODEL.DETECTOR",
         "MODEL.HUGGINGFACE.CONFIG",
@@ -121,6 +124,27 @@ def _last_weights(root: Path) -> tuple[int, str]:
     raise InputError(
         f"{root} holds no finished phase of a run: give a finished run, or a weights file"
     )
+
+
+def _choose_query_groups(cfg: CfgNode, scenario: Scenario) -> None:
+    """Gives the classes of each phase a group of queries, after those of a trained detector."""
+    detr = cfg.MODEL.DETR
+    extends = cfg.SCENARIO.PROTOCOL == "extend" and bool(detr.QUERY_GROUPS)
+    if not extends and FROM_DATA not in detr.QUERY_GROUPS:
+        return
+    groups = [0] * len(scenario.categories)
+    for phase in scenario.phases:
+        for label in phase.classes:
+            groups[label] = phase.index - 1
+    if extends:  # the first phase is the detector, which may have groups already
+        stored = stored_query_groups(cfg.MODEL.DETECTOR)
+        last = max(stored.values(), default=0)
+        names = [category.name for category in scenario.categories]
+        groups = [
+            stored.get(name, 0) if group == 0 else last + group
+            for name, group in zip(names, groups, strict=True)
+        ]
+    detr.QUERY_GROUPS = groups
 
 
 def _follow_data(cfg: CfgNode, data: RunData, detector: CfgNode | None) -> None:

@@ -127,6 +127,12 @@ class Method:
                 "do with each other: distil by pseudo-labels, METHOD.PSEUDO "
                 "(configs/method/dkd.yaml)"
             )
+        if self.distill is not None and detector.query_groups > 1:
+            problems.append(
+                "METHOD.DISTILL compares all queries of the old model with those of the new one, "
+                "but MODEL.DETR.QUERY_GROUPS gives each phase queries of its own: distil by "
+                "pseudo-labels, METHOD.PSEUDO (configs/method/dyq.yaml)"
+            )
         complete = self.calibrate.complete if self.calibrate is not None else None
         rules = {"METHOD.PSEUDO": self.pseudo, "METHOD.CALIBRATE.COMPLETE": complete}
         ours = "or MODEL.HUGGINGFACE.LOSS to ours"

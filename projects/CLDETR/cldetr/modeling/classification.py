@@ -46,7 +46,7 @@ class Classification(Protocol):
             logits: predictions of all layers.
             labels: the label distribution of every query.
             num_boxes: the normaliser.
-            class_mask: (K,) classes that take part; None: all do.
+            class_mask: (K,) or (Q, K) classes that take part; None: all do.
             weights: (L, B, Q) factors on the loss of every query; None: all are 1.
         """
         ...

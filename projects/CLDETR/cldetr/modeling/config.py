@@ -12,6 +12,9 @@ def add_model_config(cfg: CfgNode) -> None:
     # K: all classes of all phases; heads do not grow. 0: as many as the data set has.
     detr.NUM_CLASSES = 0
     detr.NUM_QUERIES = 300  # N of the paper: object hypotheses per image
+    # Deformable DETR only. For each class the group of NUM_QUERIES queries that predict it, from 0;
+    # groups do not attend to each other. [-1]: a group for each phase; []: one group for all.
+    detr.QUERY_GROUPS = []
     detr.HIDDEN_DIM = 256  # width of the transformer
     detr.HEADS = 8
     detr.ENC_LAYERS = 6

@@ -76,7 +76,7 @@ class SetCriterion(nn.Module):
             last = len(output.logits) - 1
             first = 0 if self.aux_loss else last
             suffixes = [f"_{layer}" for layer in range(first, last)] + [""]
-            layers = DetrOutput(output.logits[first:], output.boxes[first:])
+            layers = output.from_layer(first)
             losses = self._losses(layers, targets, num_boxes, class_mask, suffixes)
             if output.proposals is not None:
                 # Proposals are told from background only: every object is of "class" 0.
@@ -122,7 +122,10 @@ class SetCriterion(nn.Module):
         labels = self._label_map(logits, targets, matches)
         weights = _label_weights(targets, matches)
         of_queries = None if weights is None else _query_weights(weights, matches, logits)
-        class_loss = self.classification.loss(logits, labels, num_boxes, class_mask, of_queries)
+        taught = class_mask
+        if output.query_classes is not None:  # each query learns the classes of its own group
+            taught = output.query_classes if taught is None else output.query_classes & taught
+        class_loss = self.classification.loss(logits, labels, num_boxes, taught, of_queries)
         boxes = output.boxes.float()
         box_loss, giou_loss = _box_losses(boxes, targets, matches, num_boxes, weights)
         losses = {}

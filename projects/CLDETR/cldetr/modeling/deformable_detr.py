@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,10 +23,14 @@ from cldetr.modeling.deformable_transformer import DeformableTransformer, shift_
 from cldetr.modeling.detector import Detector, shared_arguments, transformer_arguments
 from cldetr.modeling.structures import DetrOutput, ImageBatch
 
+_EXCLUDED = -50.0  # the logit of a class that a query may not predict: a score of 2e-22
+
 
 @META_ARCH_REGISTRY.register()
 class DeformableDETR(Detector):
-    """Deformable DETR with, as options, iterative box refinement and two stages."""
+    """Deformable DETR with, as options, box refinement, two stages and groups of queries."""
+
+    query_classes: Tensor | None  # (Q, K) bool, where there are groups of queries
 
     @configurable
     def __init__(
@@ -33,6 +38,7 @@ class DeformableDETR(Detector):
         *,
         transformer: DeformableTransformer,
         num_queries: int = 300,
+        query_groups: Sequence[int] = (),
         box_refine: bool = False,
         **shared: Any,
     ) -> None:
@@ -40,7 +46,9 @@ class DeformableDETR(Detector):
 
         Args:
             transformer: encoder and decoder; says the number of levels and whether two-stage.
-            num_queries: Q.
+            num_queries: Q, or the queries of each group.
+            query_groups: for each class the group of queries that predict it, from 0; the queries
+                of a group see neither those of the others nor their classes. Empty: one group.
             box_refine: each decoder layer refines the boxes of the one before, with heads of its
                 own. Without it all layers share one pair of heads.
             shared: what `Detector` takes.
@@ -53,7 +61,19 @@ class DeformableDETR(Detector):
                 f"{transformer.levels} levels are fewer than the {len(self.in_features)} features "
                 f"of the backbone that are asked for: {', '.join(self.in_features)}"
             )
+        groups = max(query_groups, default=0) + 1
+        if groups != transformer.query_groups or (transformer.two_stage and groups > 1):
+            raise ValueError(
+                f"{groups} groups of queries, but the transformer has {transformer.query_groups}, "
+                "and two stages take one"
+            )
+        if query_groups and len(query_groups) != self.num_classes:
+            raise ValueError(
+                f"MODEL.DETR.QUERY_GROUPS has {len(query_groups)} entries, one for each of the "
+                f"{self.num_classes} classes is needed"
+            )
         self.transformer = transformer
+        num_queries *= groups
         self.num_queries = num_queries
         self.fixed_queries = not transformer.two_stage
         self.box_refine = box_refine
@@ -71,6 +91,12 @@ class DeformableDETR(Detector):
         if not transformer.two_stage:
             self.query_embed = nn.Embedding(num_queries, 2 * transformer.dim)
         self.class_embed, self.bbox_embed = self._heads()
+        self.query_groups = groups
+        allowed = None
+        if groups > 1:
+            of_query = torch.arange(groups).repeat_interleave(num_queries // groups)
+            allowed = of_query[:, None] == torch.tensor(query_groups)
+        self.register_buffer("query_classes", allowed, persistent=False)
 
     @classmethod
     def from_config(cls, cfg: CfgNode) -> dict[str, Any]:
@@ -81,12 +107,14 @@ class DeformableDETR(Detector):
             encoder_points=detr.ENC_POINTS,
             decoder_points=detr.DEC_POINTS,
             two_stage=detr.TWO_STAGE,
+            query_groups=max(detr.QUERY_GROUPS, default=0) + 1,
             **transformer_arguments(cfg),
         )
         focal = SigmoidFocal(detr.LOSS.FOCAL_ALPHA, detr.LOSS.FOCAL_GAMMA)
         return {
             "transformer": transformer,
             "num_queries": detr.NUM_QUERIES,
+            "query_groups": detr.QUERY_GROUPS,
             "box_refine": detr.WITH_BOX_REFINE,
             **shared_arguments(cfg, focal),
         }
@@ -118,7 +146,25 @@ class DeformableDETR(Detector):
             heads = zip(self.class_embed, decoded.states, strict=False)
             logits = torch.stack([head(states) for head, states in heads])
             boxes = decoded.boxes
-        return DetrOutput(logits, boxes, proposals, features=decoded.states[-1])
+        if self.query_classes is not None:
+            logits = logits.masked_fill(~self.query_classes, _EXCLUDED)
+        return DetrOutput(
+            logits, boxes, proposals, features=decoded.states[-1], query_classes=self.query_classes
+        )
+
+    @torch.no_grad()
+    def start_classes(self, classes: Sequence[int]) -> None:
+        """Lets the group of queries of new classes start as a copy of the group before it."""
+        if self.query_classes is None or not classes:
+            return
+        size = self.num_queries // self.query_groups
+        known = torch.ones_like(self.visible_classes)
+        known[list(classes)] = False
+        groups = self.query_classes.unflatten(0, (-1, size))[:, 0]  # (groups, K)
+        new = (~(groups & known).any(dim=1)).nonzero()[:, 0].tolist()
+        for start in (group * size for group in new if group > 0):
+            weight = self.query_embed.weight
+            weight[start : start + size] = weight[start - size : start]
 
     def classify(self, states: Tensor) -> Tensor:
         """Class logits of states of the last decoder layer."""

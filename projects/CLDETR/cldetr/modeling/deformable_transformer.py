@@ -66,6 +66,7 @@ class DeformableTransformer(Transformer):
         encoder_points: int = 4,
         decoder_points: int = 4,
         two_stage: bool = False,
+        query_groups: int = 1,
         checkpointing: bool = False,
     ) -> None:
         """Sets up the transformer.
@@ -81,18 +82,21 @@ class DeformableTransformer(Transformer):
             encoder_points: points sampled per head and level in the encoder.
             decoder_points: the same in the decoder.
             two_stage: make the queries of the encoder's best proposals.
+            query_groups: queries attend to those of their own group alone; all have one size.
             checkpointing: see `Transformer`.
         """
         super().__init__(dim, checkpointing)
         self.levels = levels
         self.two_stage = two_stage
+        self.query_groups = query_groups
         block: dict[str, Any] = {"heads": heads, "levels": levels}
         block |= {"ffn_dim": ffn_dim, "dropout": dropout}
         self.encoder = LayerStack(
             EncoderLayer(dim, points=encoder_points, **block) for _ in range(encoder_layers)
         )
         self.decoder = LayerStack(
-            DecoderLayer(dim, points=decoder_points, **block) for _ in range(decoder_layers)
+            DecoderLayer(dim, points=decoder_points, query_groups=query_groups, **block)
+            for _ in range(decoder_layers)
         )
         self.level_embed = nn.Parameter(torch.empty(levels, dim))
         if two_stage:
@@ -243,9 +247,18 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self, dim: int, *, heads: int, levels: int, points: int, ffn_dim: int, dropout: float
+        self,
+        dim: int,
+        *,
+        heads: int,
+        levels: int,
+        points: int,
+        ffn_dim: int,
+        dropout: float,
+        query_groups: int = 1,
     ) -> None:
         super().__init__()
+        self.query_groups = query_groups
         self.self_attn = nn.MultiheadAttention(dim, heads, dropout=dropout, batch_first=True)
         self.norm2 = nn.LayerNorm(dim)
         self.cross_attn = MSDeformAttn(dim, heads=heads, levels=levels, points=points)
@@ -259,8 +272,7 @@ class DecoderLayer(nn.Module):
         self, states: Tensor, query_pos: Tensor, reference: Tensor, encoded: EncoderOutput
     ) -> Tensor:
         """(B, Q, C) → (B, Q, C)."""
-        query = states + query_pos
-        attended = self.self_attn(query, query, states, need_weights=False)[0]
+        attended = self._attend_in_groups(states + query_pos, states)
         states = self.norm2(add_dropout(states, attended, self.dropout, self.training))
         attended = self.cross_attn(
             states + query_pos, reference, encoded.tokens, encoded.shapes, encoded.padding
@@ -268,6 +280,17 @@ class DecoderLayer(nn.Module):
         states = self.norm1(add_dropout(states, attended, self.dropout, self.training))
         fed = feed_forward(states, self.linear1, self.linear2, self.dropout, self.training)
         return self.norm3(add_dropout(states, fed, self.dropout, self.training))
+
+    def _attend_in_groups(self, query: Tensor, states: Tensor) -> Tensor:
+        """Self-attention, its matrix block-diagonal where there are several groups of queries."""
+        if self.query_groups == 1:
+            return self.self_attn(query, query, states, need_weights=False)[0]
+        # Every group is an image of its own for the attention.
+        query, states = (
+            x.unflatten(1, (self.query_groups, -1)).flatten(0, 1) for x in (query, states)
+        )
+        attended = self.self_attn(query, query, states, need_weights=False)[0]
+        return attended.unflatten(0, (-1, self.query_groups)).flatten(1, 2)
 
 
 def shift_reference(delta: Tensor, reference: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ class Detector(nn.Module):
     backbone_prefix = "backbone."  # how the names of the backbone's parameters begin
     # What a method may need; `Method.check` refuses one that needs what a detector does not have.
     fixed_queries = True  # query j means the same on every image
+    query_groups = 1  # groups of queries, each of which predicts classes of its own
     takes_class_mask = True  # `losses` can exclude classes
     plain_labels_only = False  # `losses` takes one class per box, no weights, no least IoUs
 
@@ -212,6 +213,9 @@ class Detector(nn.Module):
     def proposal_parameters(self) -> list[str]:
         """Those of a two-stage detector's proposals, whose row 0 means any object."""
         return []
+
+    def start_classes(self, classes: Sequence[int]) -> None:
+        """Prepares for the phase in which these classes are learnt for the first time."""
 
     def load_pretrained(self) -> None:
         """Loads the weights that a detector brings with it, where MODEL.WEIGHTS names none."""

@@ -1,7 +1,8 @@
 """One-to-one matching of predictions and labels (Eq. 2), for all layers and images at once.
 
 Labels may ask for a least IoU (`Target.min_iou`): predictions below it are not matched with them,
-and a label that no prediction is left for stays unmatched. Of all matchings of the pairs that are
+nor are queries that may not predict their class (`DetrOutput.query_classes`). A label that no
+prediction is left for stays unmatched. Of all matchings of the pairs that are
 left, the one with the most pairs is found, and of those the one of least cost.
 
 Shape shorthand: L decoder layers, B images, Q queries, C outputs of the class head, T labels of one
@@ -23,15 +24,14 @@ from cldetr.layers.ragged import pad_rows, row_indices
 from cldetr.modeling.classification import Classification
 from cldetr.modeling.structures import DetrOutput, Target
 
-_PRUNED = float(torch.finfo(torch.float32).max)  # the cost of a pair below the label's least IoU
+_PRUNED = float(torch.finfo(torch.float32).max)  # the cost of a pair that may not be matched
 
 
 @dataclass(frozen=True)
 class Matches:
     """Matched pairs. Every layer has the same number: min(T, Q) summed over the images.
 
-    Where labels ask for a least IoU, `kept` tells the pairs that reach it; the others are not
-    matched.
+    Where some pairs may not be matched, `kept` tells those that may; the others are not matched.
     """
 
     images: Tensor  # (P,) which image
@@ -82,7 +82,9 @@ class Matcher:
         device = output.logits.device
         counts = [len(target) for target in targets]
         images, _ = row_indices(counts, torch.device("cpu"))
-        pruned = any(target.min_iou is not None for target in targets)
+        pruned = output.query_classes is not None or any(
+            target.min_iou is not None for target in targets
+        )
         cost = self._cost(output, targets, images.to(device, non_blocking=True), class_mask)
         if pruned:  # the kind of each label rides along: a copy of its own would be another wait
             kinds = _column(targets, "pseudo")[:, None, None].expand(-1, cost.shape[1], 1)
@@ -143,6 +145,9 @@ class Matcher:
         if any(target.min_iou is not None for target in targets):
             floors = _column(targets, "min_iou")[:, None, None]
             cost = cost.masked_fill(iou < floors, _PRUNED)
+        if output.query_classes is not None:
+            labels = torch.cat([target.labels for target in targets])
+            cost = cost.masked_fill(~output.query_classes.T[labels][:, None], _PRUNED)
         return cost
 
     def _soft_cost(self, prepared: Tensor, targets: Sequence[Target], images: Tensor) -> Tensor:

@@ -106,6 +106,12 @@ class DetrOutput:
     proposals: DetrOutput | None = None
     # (B, Q, D) states of the last decoder layer: what herding calls an object's feature.
     features: Tensor | None = None
+    # (Q, K) bool, the classes that each query may predict; None: all of them.
+    query_classes: Tensor | None = None
+
+    def from_layer(self, first: int) -> DetrOutput:
+        """The logits and boxes of some decoder layers: −1 for the last one alone."""
+        return DetrOutput(self.logits[first:], self.boxes[first:], query_classes=self.query_classes)
 
 
 def padding_mask(
