@@ -36,29 +36,35 @@ format: setup ## put the code in style
 demo: setup ## the main job on the embedded data set: under ten minutes on two cores
 	$(BIN)/cldetr demo
 
-ABLATION = $(BIN)/cldetr sweep --seeds 0 1 2 --share-first --set SCENARIO.ORDER seed LOG_PERIOD 100 REPORT False
-ablation: setup ## methods compared on the embedded data set, three orders: hours, resumable
+ABLATION = $(BIN)/cldetr sweep --share-first --set SCENARIO.ORDER seed LOG_PERIOD 100 REPORT False
+ablation: setup ## methods compared on the embedded data set, three to five orders: hours, resumable
 	$(BIN)/cldetr shapes --out datasets/shapes
-	$(ABLATION) --table recipe --out output/ablation
-	$(ABLATION) SCENARIO.NAME 4+2x3 --out output/ablation_4_2x3 --table recipe
-	$(ABLATION) --table ablation --out output/ablation
+	$(ABLATION) --seeds 0 1 2 3 4 --out output/ablation ablation ablation_completion
+	$(ABLATION) --seeds 0 1 2 --out output/ablation --table ablation
+	$(ABLATION) SCENARIO.NAME 4+2x3 --seeds 0 1 2 3 4 --out output/ablation_4_2x3 ablation ablation_completion
+	$(ABLATION) SCENARIO.NAME 4+2x3 --seeds 0 1 2 --out output/ablation_4_2x3 ablation_dkd ablation_finetune
 
 # Three orders of each; WEIGHTS is a file of MobileNetV2's ImageNet weights where torchvision's
 # cannot be downloaded (tools/mobilenet_v2_weights.py).
-REAL = $(BIN)/cldetr sweep --table photographs --seeds 0 1 2 --share-first --set LOG_PERIOD 50 REPORT False \
-	$(if $(WEIGHTS),MODEL.WEIGHTS $(abspath $(WEIGHTS)))
+PRETRAINED = output/real/pretrain/phase1/train/model.pth
+REAL = $(BIN)/cldetr sweep --table photographs --seeds 0 1 2 --share-first \
+	--set LOG_PERIOD 50 REPORT False MODEL.WEIGHTS $(PRETRAINED)
 CARDS = DATASETS.TRAIN "['voc:$(DATA)/cards_320/trainval']" DATASETS.TEST "['voc:$(DATA)/cards_320/test']"
-# Its animals are small: a finer level and more steps than cards take.
 AQUARIUM = DATASETS.TRAIN "['yolo:$(DATA)/aquarium_320/data.yaml/train']" \
-	DATASETS.TEST "['yolo:$(DATA)/aquarium_320/data.yaml/val']" \
-	MODEL.DETR.IN_FEATURES "['stride8', 'stride16', 'stride32']" INPUT.MIN_SIZE_TRAIN "[208, 240, 272]" \
-	INPUT.MAX_SIZE_TRAIN 320 INPUT.MIN_SIZE_TEST 240 INPUT.MAX_SIZE_TEST 320 \
-	SCHEDULE.FIRST.MIN_STEPS 6000 SCHEDULE.TRAIN.MIN_STEPS 1500
+	DATASETS.TEST "['yolo:$(DATA)/aquarium_320/data.yaml/val']"
 real: setup ## experiments on photographs, DATA=FOLDER with cards_320 and aquarium_320: hours, resumable
 	@test -d "$(DATA)" || { echo "give the folder of cards_320 and aquarium_320: make real DATA=DIR" >&2; exit 2; }
+	$(MAKE) $(PRETRAINED)
 	$(REAL) SCENARIO.NAME 3+3 $(CARDS) --out output/real/cards
 	$(REAL) SCENARIO.NAME 4+3 $(AQUARIUM) --out output/real/aquarium
 	$(REAL) SCENARIO.NAME 3+2x2 $(AQUARIUM) --out output/real/aquarium_3_phases
+
+$(PRETRAINED): # the transformer learns to find shapes before it sees photographs
+	$(BIN)/cldetr shapes --size 128 --out datasets/shapes_128
+	$(BIN)/cldetr configs photographs_pretrain --write output/real/pretrain.yaml
+	$(BIN)/python train_net.py --config-file output/real/pretrain.yaml \
+		$$([ -e output/real/pretrain/identity.json ] && echo --resume) OUTPUT_DIR output/real/pretrain \
+		LOG_PERIOD 50 REPORT False $(if $(WEIGHTS),MODEL.WEIGHTS $(abspath $(WEIGHTS)))
 
 bench: setup ## the benchmarks, as the table of docs/performance.md: half an hour on a free core
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/table.py
