@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cldetr.data.coco import load_coco
@@ -68,6 +68,25 @@ def test_strict_phases_partition_images_and_classes(split, order, class_seed, da
     assert made == make_scenario(
         name, data, order=order, class_seed=class_seed, data_seed=data_seed
     )
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    splits(),
+    st.sampled_from(["id", "seed", "released"]),
+    st.sampled_from(["strict", "traditional"]),
+    seeds,
+)
+def test_the_first_phase_is_the_same_however_the_rest_is_divided(split, order, protocol, seed):
+    """Sweeps rely on it: they share the first phases of 7+3 and 7+1x3."""
+    data, sizes = split
+    assume(protocol == "strict" or len({*data.labels.tolist()}) == sum(sizes))
+    rest = [1] * (sum(sizes) - sizes[0])
+    first, same = (
+        make_scenario(name, data, protocol=protocol, order=order, class_seed=seed, data_seed=seed)
+        for name in ("+".join(map(str, sizes)), "+".join(map(str, [sizes[0], *rest])))
+    )
+    assert first.phase(1) == same.phase(1)
 
 
 @settings(max_examples=100, deadline=None)

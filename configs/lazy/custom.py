@@ -7,12 +7,13 @@
 
 from .coco import dataloader, method, model, train
 
-__all__ = ["dataloader", "input", "method", "model", "optimizer", "schedule", "train"]
+__all__ = ["dataloader", "input", "method", "model", "optimizer", "scenario", "schedule", "train"]
 
 model.transformer.checkpointing = True
 model.num_queries = -1  # from the data, as all that is -1
 dataloader.train.total_batch_size = -1
 input = dict(min_size_train=[-1], min_size_test=-1)
+scenario = dict(order="id")
 schedule = dict(
     first=dict(min_steps=5000), train=dict(min_steps=2000), calibrate=dict(min_steps=200)
 )

@@ -180,6 +180,18 @@ def test_the_first_phase_does_not_depend_on_what_comes_later():
         assert first_phase_digest(identity(compose(["70_10"], words))) != digest
 
 
+def test_scenarios_that_begin_alike_share_the_first_phase():
+    def digest(*words):
+        return first_phase_digest(identity(compose(["70_10"], words)))
+
+    for protocol in ("strict", "traditional"):
+        words = ("SCENARIO.PROTOCOL", protocol, "SCENARIO.NAME")
+        assert digest(*words, "70+10") == digest(*words, "70 + 5×2") == digest(*words, "70+1x10")
+        assert digest(*words, "70+10") not in (digest(*words, "40+40"), digest(*words, "70+5"))
+    loco = ("SCENARIO.PROTOCOL", "loco", "SCENARIO.NAME")  # images go to any of the phases
+    assert digest(*loco, "70+10") != digest(*loco, "70+5x2")
+
+
 def test_each_run_has_its_gpus(tmp_path, monkeypatch):
     (job,) = plan(experiments("70_10"), [0], tmp_path, gpus=4)
     words = job.command()

@@ -139,7 +139,7 @@ def test_what_groups_of_queries_do_not_go_with_is_refused(build, tiny_config):
     detector = build(QUERY_GROUPS=GROUPS)
     with pytest.raises(ValueError, match="each phase queries of its own: distil by pseudo-labels"):
         Method("lwf", distill=DistillRule("lwf")).check(detector)
-    with pytest.raises(ValueError, match="two stages take one"):
+    with pytest.raises(ValueError, match="from the image: one group"):
         build(QUERY_GROUPS=GROUPS, TWO_STAGE=True, WITH_BOX_REFINE=True)
     with pytest.raises(ValueError, match="has 2 entries, one for each of the 7 classes"):
         build_model(tiny_config(QUERY_GROUPS=[0, 1]))

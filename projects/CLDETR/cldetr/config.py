@@ -79,8 +79,8 @@ def add_cldetr_config(cfg: CN) -> None:
     solver.CLIP_GRADIENTS.CLIP_VALUE = 0.1
     solver.CLIP_GRADIENTS.FULL_MODEL = True  # the norm of all gradients together, as DETR does
     solver.IMS_PER_BATCH = 32  # over all processes; -1: from the number of images
-    solver.ACCUMULATE = 1  # parts in which each process computes its share of a step; -1: from the
-    # size of the images
+    # Parts in which each process computes its share of a step; -1: from the size of the images.
+    solver.ACCUMULATE = 1
     solver.AMP.DTYPE = "bfloat16"  # or "float16", with loss scaling
     solver.CHECKPOINT_PERIOD = 1000
     # How a GPU multiplies float32 numbers: "high" in TF32, which has 10 bits of mantissa, "highest"
@@ -134,10 +134,6 @@ RUNTIME_KEYS = frozenset(
         *("TEST.CONFUSION_SCORE", "WANDB.ENABLED", "WANDB.PROJECT", "WANDB.NAME"),
     }
 )
-
-# Sections that are no part of the identity while all their keys are at their defaults: runs that
-# began before there were such keys can be resumed.
-_OPTIONAL = ("SCHEDULE.EARLY_STOP",)
 
 _RENAMED = {
     "INPUT.FLIP": "INPUT.RANDOM_FLIP (horizontal, vertical or none)",
@@ -333,10 +329,6 @@ def identity(cfg: CN) -> dict[str, Any]:
         for key, value in leaves(cfg)
         if key not in RUNTIME_KEYS and not key.startswith("STAGE.")
     }
-    for section in _OPTIONAL:
-        keys = [key for key in kept if key.startswith(f"{section}.")]
-        if not any(is_set(key, kept[key]) for key in keys):
-            kept = {key: value for key, value in kept.items() if key not in keys}
     return json.loads(json.dumps(kept))
 
 

@@ -65,7 +65,8 @@ def resolve_phases(
         name, known = phases, [category.name for category in data.categories]
         phases = [match_spelling(names, known) for names in find_published(name).phases]
     if isinstance(phases, str):
-        sizes, name = _parse_sizes(phases, data, partial)
+        sizes, name = parse_sizes(phases)
+        _check_total(name, sum(sizes), data, partial)
         labels = _class_order(order, data, seed)
         groups = [labels[sum(sizes[:i]) : sum(sizes[: i + 1])] for i in range(len(sizes))]
         return groups, name
@@ -81,8 +82,8 @@ def resolve_phases(
     return groups, name or "+".join(str(len(group)) for group in groups)
 
 
-def _parse_sizes(text: str, data: Annotations, partial: bool) -> tuple[list[int], str]:
-    """Reads "40+20x2" as [40, 20, 20] and checks it against the number of categories."""
+def parse_sizes(text: str) -> tuple[list[int], str]:
+    """Reads "40+20 × 2" as [40, 20, 20] and "40+20x2", the name of the scenario."""
     name = re.sub(r"[×X*]", "x", re.sub(r"\s+", "", text))
     terms = [re.fullmatch(r"([1-9]\d{0,5})(?:x([1-9]\d{0,5}))?", term) for term in name.split("+")]
     if not all(terms):
@@ -91,15 +92,19 @@ def _parse_sizes(text: str, data: Annotations, partial: bool) -> tuple[list[int]
             "then two phases of 20) or 15+1+1"
         )
     pairs = [(int(term[1]), int(term[2] or 1)) for term in terms if term]
-    total, available = sum(size * times for size, times in pairs), len(data.categories)
+    return [size for size, times in pairs for _ in range(times)], name
+
+
+def _check_total(name: str, total: int, data: Annotations, partial: bool) -> None:
+    """Compares the sum of a scenario's sizes with the number of categories."""
+    available = len(data.categories)
     if total > available or (total < available and not partial):
         hint = f", or allow categories that are never learnt ({_ALLOW})"
         hint = "" if total > available else hint
         raise InputError(
-            f"scenario {text} needs {total} categories but {data.name} has {available}: choose "
+            f"scenario {name} needs {total} categories but {data.name} has {available}: choose "
             f"sizes that add up to {available}{hint}"
         )
-    return [size for size, times in pairs for _ in range(times)], name
 
 
 def _class_order(order: str | Sequence[str | int], data: Annotations, seed: int) -> list[int]:

@@ -36,13 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("--size", "size", "width and height in pixels"),
         ("--categories", "categories", "number of categories"),
         ("--most-objects", "most_objects", "limit of objects per image"),
+        ("--smallest", "smallest", "least longer side of an object, as a share of the image's"),
         ("--tail", "tail", "exponent of the long tail; 0: all categories alike"),
         ("--seed", "seed", "another seed, another data set"),
     ):
         value = getattr(default, name)
         parser.add_argument(
             flag, dest=name, type=type(value), default=value, metavar="N",
-            help=f"{text} (default: %(default)s)",
+            help=f"{text} (default: {value:g})",
         )  # fmt: skip
     parser.add_argument(
         "--look", choices=list(LOOKS), default=default.look,

@@ -37,10 +37,9 @@ GENERATOR_VERSION = 1
 SPLITS = ("train", "val")
 MARKER = "shapes.json"  # written last: what was generated, and that it is complete
 
-_EXTENT = (1 / 6, 1 / 2)  # an object's longer side, as a share of the image's side
+_LARGEST = 1 / 2  # an object's longer side, as a share of the image's side
 _MAX_HIDDEN = 0.3  # share of an object that others may cover, and that may cover others
 _MAX_TRIES = 40
-_DEFAULT_LOOK = ("look", "painted")  # files of data sets from before there were looks stay valid
 
 
 @dataclass(frozen=True)
@@ -55,15 +54,17 @@ class ShapesOptions:
     tail: float = 0.7  # 0: all categories alike; larger: longer tail
     seed: int = 0
     look: str = "painted"  # a word of `LOOKS`: the same scenes as another kind of picture
+    smallest: float = 1 / 6  # an object's longer side at least, as a share of the image's side
 
     def check(self) -> None:
         """Raises `InputError` with every option that is out of range."""
         ranges = {
             "categories": (2, len(SILHOUETTES)),
             "size": (48, 1024),
-            "most_objects": (1, 20),
+            "most_objects": (1, 60),
             "tail": (0, 4),
             "seed": (0, sys.maxsize),
+            "smallest": (0.03, _LARGEST),
         }
         problems = [
             f"{key} is {getattr(self, key)}: choose {low} to {high}"
@@ -86,8 +87,13 @@ class ShapesOptions:
         return self.train_images if split == "train" else self.val_images
 
     def record(self) -> dict[str, Any]:
-        """The options as files state them; the default look goes without saying."""
-        return {key: value for key, value in asdict(self).items() if (key, value) != _DEFAULT_LOOK}
+        """The options as files state them.
+
+        Defaults of later options go without saying: files from before there were any stay valid.
+        """
+        default = ShapesOptions()
+        later = {"look": default.look, "smallest": default.smallest}
+        return {key: value for key, value in asdict(self).items() if later.get(key) != value}
 
 
 @dataclass(frozen=True)
@@ -181,7 +187,7 @@ def draw_image(options: ShapesOptions, split: str, index: int) -> ShapesImage:
     areas: list[float] = []
     solid, visible = np.zeros(0, int), np.zeros(0, int)  # (O,) px of each object placed so far
     for label in wanted.tolist():
-        extent = options.size * _EXTENT[0] * (_EXTENT[1] / _EXTENT[0]) ** rng.random()
+        extent = options.size * options.smallest * (_LARGEST / options.smallest) ** rng.random()
         mask = draw_silhouette(outlines[label], extent, angle=rng.random() * 2 * np.pi)
         position = _find_position(rng, mask, owner, solid, visible)
         if position is None:

@@ -74,10 +74,10 @@ def initialise(detector: Detector, weights: str) -> None:
         if not any(key in found for key in head):  # UP-DETR's pre-training
             found |= head
             logger.info("%s has no class head: it starts at random", weights)
-        elif any(found[key].shape != head[key].shape for key in head if key in found):
+        elif any(len(found[key]) != len(head[key]) for key in head if key in found):
             found |= _fresh_head(detector, found)
             logger.info("%s detects other classes: their rows start at random", weights)
-        load_into(detector, found, weights)
+        load_into(detector, found | _fit_queries(detector, found, state, weights), weights)
         logger.info("started from the detector %s", weights)
         return
     own = detector.backbone.state_dict()
@@ -99,13 +99,45 @@ def _fresh_head(detector: Detector, found: Mapping[str, Tensor]) -> dict[str, Te
     own, head = detector.state_dict(), {}
     for key in detector.class_parameters():
         head[key] = own[key].clone()
-        if key in found:
+        if key in found and found[key].shape[1:] == head[key].shape[1:]:
             background = len(head[key]) - detector.num_classes  # rows beyond the classes
             if background:
                 head[key][-background:] = found[key][-background:]
             if key in detector.proposal_parameters():  # its row 0 means any object
                 head[key][0] = found[key][0]
     return head
+
+
+def _fit_queries(
+    detector: Detector, found: Mapping[str, Tensor], state: Mapping[str, Any], path: str
+) -> dict[str, Tensor]:
+    """The queries of the groups that a file and a detector share; others start with their phase.
+
+    Nothing where both have as many groups, and where the queries do not fit: `load_into` says so.
+    """
+    own, queries = detector.state_dict().get(_QUERIES), found.get(_QUERIES)
+    groups = max(_groups_in_file(state, path), default=0) + 1
+    if own is None or queries is None or groups == detector.query_groups:
+        return {}
+    sizes = len(queries) // groups, len(own) // detector.query_groups
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            f"{path} has groups of {sizes[0]} queries, here they have {sizes[1]}: set "
+            f"MODEL.DETR.NUM_QUERIES {sizes[0]}"
+        )
+    if queries.shape[1:] != own.shape[1:]:
+        return {}
+    fitted, count = own.clone(), min(len(own), len(queries))
+    fitted[:count] = queries[:count]
+    return {_QUERIES: fitted}
+
+
+def _groups_in_file(state: Mapping[str, Any], path: str) -> list[int]:
+    """MODEL.DETR.QUERY_GROUPS of the config in a weights file; empty where it has none."""
+    meta = state.get("cldetr")
+    if not isinstance(meta, Mapping) or not {"config", "settings"} & {*meta}:
+        return []
+    return list(config_of_weights(meta, path).MODEL.DETR.QUERY_GROUPS)
 
 
 def describe_architecture(cfg: CfgNode) -> None:
@@ -134,9 +166,12 @@ def known_categories(path: str) -> list[Category]:
 def stored_query_groups(path: str) -> dict[str, int]:
     """The group of queries of each category that a trained detector knows; empty for one group."""
     state = load_state(path)
-    groups = config_of_weights(state["cldetr"], path).MODEL.DETR.QUERY_GROUPS
+    groups = _groups_in_file(state, path)
+    if not groups:
+        return {}
     names = [category.name for category in _categories(state, path)]
-    return dict(zip(names, groups, strict=True)) if groups else {}
+    known = state["cldetr"].get("seen", names)
+    return {name: group for name, group in zip(names, groups, strict=True) if name in known}
 
 
 def trained_sides(path: str) -> tuple[int, ...]:
@@ -189,17 +224,26 @@ def load_trained_detector(detector: Detector, path: str, scenario: Scenario) -> 
                     f"{path}: {key} has {len(found[key])} rows for {len(rows)} categories; "
                     "it is another kind of detector"
                 )
+            if found[key].shape[1:] != value.shape[1:]:
+                continue  # `load_into` says so
             fitted[key] = value.clone()
             fitted[key][labels] = found[key][sources].to(value)
             fitted[key][len(scenario.categories) :] = found[key][len(rows) :].to(value)
             if key in detector.proposal_parameters():  # its row 0 means any object
                 fitted[key][0] = found[key][0].to(value[0])
-    if detector.query_groups > 1 and (queries := found.get(_QUERIES)) is not None:
-        # The queries of the first groups; others start with their phase.
-        fitted[_QUERIES] = current[_QUERIES].clone()
-        count = min(len(queries), len(fitted[_QUERIES]))
-        fitted[_QUERIES][:count] = queries[:count]
-    load_into(detector, fitted, path)
+    stored = stored_query_groups(path)
+    moved = [
+        f"{name!r}: group {stored.get(name, 0)} there, {group} here"
+        for name in wanted
+        if (group := detector.query_group(names.index(name))) != stored.get(name, 0)
+    ]
+    if moved:
+        raise InputError.listing(
+            f"other queries predict the classes of {path} than here (set MODEL.DETR.QUERY_GROUPS; "
+            "to add classes to it, use `cldetr add`):",
+            moved,
+        )
+    load_into(detector, fitted | _fit_queries(detector, found, state, path), path)
     logger.info("phase 1 is the trained detector %s (%d categories)", path, len(wanted))
 
 

@@ -31,7 +31,10 @@ FROM_DATA = -1
 _PIXELS = 800 * 1333 * 2  # that a step computes at a time, where ACCUMULATE follows from the data
 _SHORT = 800 / 1333  # the usual limits of an image's sides
 # Keys of the trainer's own that a detector's file does not decide.
-_NOT_OF_DETECTOR = ("MODEL.WEIGHTS", "MODEL.DETECTOR", "MODEL.DEVICE", "MODEL.DETR.NUM_CLASSES")
+_NOT_OF_DETECTOR = (
+    *("MODEL.WEIGHTS", "MODEL.DETECTOR", "MODEL.DEVICE"),
+    *("MODEL.DETR.NUM_CLASSES", "MODEL.DETR.QUERY_GROUPS"),
+)
 _SOLVER = ("BASE_LR", "BACKBONE_MULTIPLIER", "LR_MULTIPLIERS", "WEIGHT_DECAY", "CLIP_GRADIENTS.")
 
 
@@ -49,7 +52,7 @@ def resolve(cfg: CfgNode) -> tuple[CfgNode, RunData]:
             "remove the key, it follows from the data"
         )
     own.MODEL.DETR.NUM_CLASSES = num_classes
-    _choose_query_groups(own, data.scenario)
+    _choose_query_groups(own, data.scenario, detector)
     describe_architecture(own)
     _follow_data(own, data, detector)
     if filled := filled_in(cfg, own):
@@ -126,25 +129,30 @@ def _last_weights(root: Path) -> tuple[int, str]:
     )
 
 
-def _choose_query_groups(cfg: CfgNode, scenario: Scenario) -> None:
-    """Gives the classes of each phase a group of queries, after those of a trained detector."""
+def _choose_query_groups(cfg: CfgNode, scenario: Scenario, detector: CfgNode | None) -> None:
+    """Gives the classes of each phase a group of queries, after those of a detector to extend."""
     detr = cfg.MODEL.DETR
-    extends = cfg.SCENARIO.PROTOCOL == "extend" and bool(detr.QUERY_GROUPS)
-    if not extends and FROM_DATA not in detr.QUERY_GROUPS:
-        return
-    groups = [0] * len(scenario.categories)
-    for phase in scenario.phases:
-        for label in phase.classes:
-            groups[label] = phase.index - 1
-    if extends:  # the first phase is the detector, which may have groups already
+    given, stored = list(detr.QUERY_GROUPS), {}
+    if cfg.SCENARIO.PROTOCOL == "extend" and detector is not None and given in ([], [FROM_DATA]):
         stored = stored_query_groups(cfg.MODEL.DETECTOR)
+    if stored or given == [FROM_DATA]:
         last = max(stored.values(), default=0)
-        names = [category.name for category in scenario.categories]
-        groups = [
-            stored.get(name, 0) if group == 0 else last + group
-            for name, group in zip(names, groups, strict=True)
-        ]
-    detr.QUERY_GROUPS = groups
+        detr.QUERY_GROUPS = [0] * len(scenario.categories)
+        for phase in scenario.phases:
+            for label in phase.classes:
+                name = scenario.categories[label].name
+                first = phase.index == 1
+                detr.QUERY_GROUPS[label] = stored.get(name, 0) if first else last + phase.index - 1
+    if min(detr.QUERY_GROUPS, default=0) < 0:
+        raise InputError(
+            f"MODEL.DETR.QUERY_GROUPS is {given}: give a group from 0 on for each class, or [-1] "
+            "for a group for each phase"
+        )
+    if detr.QUERY_GROUPS and detr.TWO_STAGE:
+        raise InputError(
+            "MODEL.DETR.QUERY_GROUPS needs queries that are learnt, but those of two stages come "
+            "from the image: set MODEL.DETR.TWO_STAGE False, or QUERY_GROUPS []"
+        )
 
 
 def _follow_data(cfg: CfgNode, data: RunData, detector: CfgNode | None) -> None:

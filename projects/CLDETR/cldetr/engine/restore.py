@@ -167,6 +167,9 @@ def build_detector(
     own.defrost()
     own.MODEL.DEVICE = device
     own.MODEL.DETR.NUM_CLASSES = len(state["cldetr"]["categories"])
+    if -1 in own.MODEL.DETR.QUERY_GROUPS:  # a group for each phase: the file says which
+        stored = config_of_weights(state["cldetr"], origin)
+        own.MODEL.DETR.QUERY_GROUPS = stored.MODEL.DETR.QUERY_GROUPS
     detector = build_model(own)
     load_into(detector, state["model"], origin)
     return detector.eval()

@@ -130,8 +130,6 @@ def training_learner(
         old_model: Φ^old, of which a frozen copy is taken where the method asks for one.
     """
     seen, old = scenario.seen(phase), scenario.old(phase)
-    if phase > 1:
-        detector.start_classes([label for label in seen if label not in old])
     mask = method.unseen == "mask"
     matcher = None if phase == 1 else method.matcher
     rule = _useful_rule(method.pseudo, scenario, phase)

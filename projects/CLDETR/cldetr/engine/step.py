@@ -163,8 +163,8 @@ class StageTrainer(SimpleTrainer):
         if self._skipped >= _MAX_SKIPPED:
             raise InputError(
                 f"stopped: {_MAX_SKIPPED} steps in a row had no finite gradient, the last on "
-                f"images {names}. The last checkpoint is sound; lower SOLVER.BASE_LR or look at "
-                "these images."
+                f"images {names}. Look at these images, or start anew with "
+                "a lower SOLVER.BASE_LR; the last checkpoint is sound."
             )
 
 

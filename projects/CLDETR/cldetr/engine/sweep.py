@@ -32,6 +32,8 @@ from cldetr.engine.resolve import FROM_DATA
 from cldetr.errors import InputError
 from cldetr.evaluation.results import load_results
 from cldetr.files import atomic_path, sha256_json
+from cldetr.grouping import parse_sizes
+from cldetr.published import is_published
 
 logger = logging.getLogger(__name__)
 
@@ -39,14 +41,13 @@ _SEEDS = ("SEED", "SCENARIO.CLASS_SEED", "SCENARIO.DATA_SEED")
 _FROM_DATA = "MODEL.DETR.NUM_CLASSES"  # a run sets it by its data
 _FIRST_MODEL = Path("phase1/train/model.pth")
 # What has no effect on the model after the first phase. Joint training differs from the second
-# phase on only: the first sees D_1 in both. Groups of queries: the first phase uses one of them.
+# phase on only: the first sees D_1 in both.
 _AFTER_FIRST = (
     "METHOD.",
     "SCHEDULE.TRAIN.",
     "SCHEDULE.CALIBRATE.",
     "TEST.",
     "MODEL.DETECTOR",
-    "MODEL.DETR.QUERY_GROUPS",
 )
 
 
@@ -192,14 +193,22 @@ def make_job(name: str, cfg: CfgNode, folder: Path, seed: int = 0, gpus: int = 0
 
 
 def first_phase_digest(settings: Mapping[str, Any]) -> str:
-    """A digest of all in a run's identity that decides its model after the first phase."""
-    return sha256_json(
-        {
-            key: value
-            for key, value in without_defaults(settings).items()
-            if key == "METHOD.UNSEEN" or not key.startswith((*_AFTER_FIRST, _FROM_DATA))
-        }
-    )
+    """A digest of all in a run's identity that decides its model after the first phase.
+
+    Of the sizes of a scenario only the first counts, and their sum: 7+3 begins as 7+1x3 does.
+    """
+    first = {
+        key: value
+        for key, value in without_defaults(settings).items()
+        if key == "METHOD.UNSEEN" or not key.startswith((*_AFTER_FIRST, _FROM_DATA))
+    }
+    if "METHOD.UNSEEN" not in first:  # masked: the queries of later phases are not trained
+        first.pop("MODEL.DETR.QUERY_GROUPS", None)
+    name = settings.get("SCENARIO.NAME", "")
+    if name and not is_published(name) and first.get("SCENARIO.PROTOCOL") != "loco":
+        sizes, _ = parse_sizes(name)
+        first["SCENARIO.NAME"] = [sizes[0], sum(sizes)]
+    return sha256_json(first)
 
 
 def run_here(jobs: Sequence[Job], parallel: int) -> None:

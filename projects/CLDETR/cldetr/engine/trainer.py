@@ -377,6 +377,10 @@ class IncrementalTrainer(TrainerBase):
             return
         if phase == 1 and not self._finished(phase, "train"):
             initialise(self.detector, self.run_cfg.MODEL.WEIGHTS)
+        if phase > 1:
+            old = self.data.scenario.old(phase)
+            new = [label for label in self.data.scenario.seen(phase) if label not in old]
+            self.detector.start_classes(new)
         # Φ^old is the detector as it is before this phase.
         learner = training_learner(
             self.detector, method, self.data.scenario, phase, old_model=self.detector

@@ -9,7 +9,8 @@ def add_model_config(cfg: CfgNode) -> None:
     """Adds the keys; the defaults are Deformable DETR's as the paper trains it."""
     cfg.MODEL.DETR = CfgNode()
     detr = cfg.MODEL.DETR
-    # K: all classes of all phases; heads do not grow. 0: as many as the data set has.
+    # K: all classes of all phases; the head has a row for each from the start of a run. 0: as many
+    # as the data have.
     detr.NUM_CLASSES = 0
     detr.NUM_QUERIES = 300  # N of the paper: object hypotheses per image
     # Deformable DETR only. For each class the group of NUM_QUERIES queries that predict it, from 0;

@@ -23,7 +23,7 @@ from cldetr.modeling.deformable_transformer import DeformableTransformer, shift_
 from cldetr.modeling.detector import Detector, shared_arguments, transformer_arguments
 from cldetr.modeling.structures import DetrOutput, ImageBatch
 
-_EXCLUDED = -50.0  # the logit of a class that a query may not predict: a score of 2e-22
+_EXCLUDED = -1e4  # the logit of a class that a query may not predict: a score of 0
 
 
 @META_ARCH_REGISTRY.register()
@@ -62,11 +62,12 @@ class DeformableDETR(Detector):
                 f"of the backbone that are asked for: {', '.join(self.in_features)}"
             )
         groups = max(query_groups, default=0) + 1
-        if groups != transformer.query_groups or (transformer.two_stage and groups > 1):
+        if groups != transformer.query_groups:
             raise ValueError(
-                f"{groups} groups of queries, but the transformer has {transformer.query_groups}, "
-                "and two stages take one"
+                f"{groups} groups of queries, but the transformer has {transformer.query_groups}"
             )
+        if transformer.two_stage and groups > 1:
+            raise ValueError("a detector of two stages takes its queries from the image: one group")
         if query_groups and len(query_groups) != self.num_classes:
             raise ValueError(
                 f"MODEL.DETR.QUERY_GROUPS has {len(query_groups)} entries, one for each of the "
@@ -151,6 +152,13 @@ class DeformableDETR(Detector):
         return DetrOutput(
             logits, boxes, proposals, features=decoded.states[-1], query_classes=self.query_classes
         )
+
+    def query_group(self, label: int) -> int:
+        """The group of queries that predicts a class."""
+        if self.query_classes is None:
+            return 0
+        first = int(self.query_classes[:, label].nonzero()[0])
+        return first * self.query_groups // self.num_queries
 
     @torch.no_grad()
     def start_classes(self, classes: Sequence[int]) -> None:

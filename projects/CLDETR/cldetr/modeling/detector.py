@@ -214,6 +214,10 @@ class Detector(nn.Module):
         """Those of a two-stage detector's proposals, whose row 0 means any object."""
         return []
 
+    def query_group(self, label: int) -> int:
+        """The group of queries that predicts a class."""
+        return 0
+
     def start_classes(self, classes: Sequence[int]) -> None:
         """Prepares for the phase in which these classes are learnt for the first time."""
 
