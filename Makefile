@@ -41,8 +41,8 @@ ablation: setup ## methods compared on the embedded data set, three to five orde
 	$(BIN)/cldetr shapes --out datasets/shapes
 	$(ABLATION) --seeds 0 1 2 3 4 --out output/ablation ablation ablation_completion
 	$(ABLATION) --seeds 0 1 2 --out output/ablation --table ablation
-	$(ABLATION) SCENARIO.NAME 4+2x3 --seeds 0 1 2 3 4 --out output/ablation_4_2x3 ablation ablation_completion
-	$(ABLATION) SCENARIO.NAME 4+2x3 --seeds 0 1 2 --out output/ablation_4_2x3 ablation_dkd ablation_finetune
+	$(ABLATION) SCENARIO.NAME 7+1x3 --seeds 0 1 2 3 4 --out output/ablation ablation ablation_completion
+	$(ABLATION) SCENARIO.NAME 7+1x3 --seeds 0 1 2 --out output/ablation ablation_dkd ablation_finetune
 
 # Three orders of each; WEIGHTS is a file of MobileNetV2's ImageNet weights where torchvision's
 # cannot be downloaded (tools/mobilenet_v2_weights.py).
@@ -60,7 +60,7 @@ real: setup ## experiments on photographs, DATA=FOLDER with cards_320 and aquari
 	$(REAL) SCENARIO.NAME 3+2x2 $(AQUARIUM) --out output/real/aquarium_3_phases
 
 $(PRETRAINED): # the transformer learns to find shapes before it sees photographs
-	$(BIN)/cldetr shapes --size 128 --out datasets/shapes_128
+	$(BIN)/cldetr shapes --size 192 --smallest 0.05 --most-objects 16 --out datasets/shapes_192
 	$(BIN)/cldetr configs photographs_pretrain --write output/real/pretrain.yaml
 	$(BIN)/python train_net.py --config-file output/real/pretrain.yaml \
 		$$([ -e output/real/pretrain/identity.json ] && echo --resume) OUTPUT_DIR output/real/pretrain \
