@@ -13,6 +13,7 @@ __all__ = ["dataloader", "method", "scenario", "schedule", "train"]
 
 scenario = dict(protocol="extend")
 method.name = "cldetr+completion"
+method.pseudo.balance = 2.0
 method.pseudo.skip_annotated = True  # of the classes that exemplars and refreshed data annotate
 method.calibrate = dict(complete=dict())  # beyond the paper; see docs/experiments.md
 dataloader = dict(train=dict(total_batch_size=-1))  # from the number of images

@@ -18,6 +18,7 @@ schedule = dict(
     first=dict(min_steps=5000), train=dict(min_steps=2000), calibrate=dict(min_steps=200)
 )
 method.name = "cldetr+completion"
+method.pseudo.balance = 2.0
 method.calibrate = dict(complete=dict())  # beyond the paper; see docs/experiments.md
 optimizer = dict(lr=1e-4)
 train.update(

@@ -16,5 +16,6 @@ schedule.first = dict(epochs=26, drops=[22], min_steps=1500)
 schedule.train = dict(epochs=16, drops=[13], min_steps=600)
 schedule.calibrate.min_steps = 60
 method.name = "cldetr+completion"
+method.pseudo.balance = 2.0
 method.calibrate = dict(complete=dict())  # beyond the paper; see docs/experiments.md
 train.output_dir = "output/custom_small"

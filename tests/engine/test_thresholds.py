@@ -9,7 +9,7 @@ from cldetr.data.predictions import PredictionStore
 from cldetr.errors import InputError
 from cldetr.methods.thresholds import split_scores
 
-from .conftest import start, train
+from .conftest import finish, start, train
 
 RULE = [
     *("METHOD.PSEUDO.SELECT", "per_class", "METHOD.PSEUDO.SCORE", "0.4"),
@@ -68,9 +68,7 @@ def test_two_processes_find_what_one_finds_live_and_cached(
     cached, tiny_config, tiny_shapes, tmp_path
 ):
     train(tiny_config(tmp_path / "live", *given(cached)))
-    pair = start(tmp_path / "pair", [*tiny_shapes, *given(cached)], "--num-gpus", "2")
-    said = pair.communicate(timeout=200)[0]
-    assert pair.returncode == 0, said
+    finish(start(tmp_path / "pair", [*tiny_shapes, *given(cached)], "--num-gpus", "2"))
     assert stored(tmp_path / "live")["thresholds"] == stored(cached)["thresholds"]
     one, two = (
         (tmp_path / name / "phase2/train/thresholds.json").read_bytes() for name in ("live", "pair")

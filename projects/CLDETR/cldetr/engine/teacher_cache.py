@@ -1,7 +1,7 @@
 """What one pass of the frozen teacher over a stage's images gives, kept with the run.
 
-That is its predictions, for a rule that caches them, and the score threshold of each class, for one
-that needs thresholds.
+That is its predictions, for a rule that caches them, the score threshold of each class, for one
+that needs thresholds, and what a pseudo-label counts, for one that limits them.
 """
 
 from __future__ import annotations
@@ -157,6 +157,68 @@ def read_thresholds(path: Path, about: Mapping[str, Any] | None = None) -> dict[
             "again"
         )
     return {int(label): value for label, value in content["thresholds"].items()}
+
+
+def find_pseudo_weight(
+    learner: Learner,
+    names: Sequence[str],
+    path: Path,
+    cfg: CfgNode,
+    *,
+    teacher_digest: str,
+    check_stop: Callable[[], None] = lambda: None,
+) -> None:
+    """Sets what a pseudo-label counts (METHOD.PSEUDO.BALANCE), stored where it has been found.
+
+    Args:
+        learner: with its teacher, unless the images bring its predictions.
+        names: the registered data sets that the stage trains on.
+        path: the file of what was counted.
+        cfg: has the test size, at which the teacher predicts.
+        teacher_digest: of the weights that the teacher has.
+        check_stop: called before every image where there is one process; may raise.
+    """
+    rule = learner.rule
+    assert rule is not None
+    entries = get_detection_dataset_dicts(names, filter_empty=False)
+    about = _describe(learner, names, len(entries), cfg, teacher_digest)
+    about["rule"] = dataclasses.asdict(rule)
+
+    def read() -> float | None:
+        content = read_json(path) if path.exists() else {}
+        if content.get("about", about) != about:
+            raise InputError(
+                f"{path} is not of this stage: delete the file to count its labels again"
+            )
+        return content.get("weight")
+
+    def examine(batch: list[dict[str, Any]]) -> tuple[int, float]:
+        if comm.get_world_size() == 1:
+            check_stop()
+        return learner.count_labels(batch)
+
+    weight = from_rank0(read)
+    if weight is None:
+        learner.progress = 1.0  # `curriculum` labels most at the end
+        counts = map_images(examine, entries, cfg, "counting labels", labels=True)
+        learner.progress = 0.0
+
+        def compute() -> float:
+            true, pseudo = (sum(column) for column in zip(*counts, strict=True))
+            weight = min(1.0, rule.balance * true / pseudo) if true and pseudo else 1.0
+            logger.info(
+                "the old model labels %.0f objects beside %d true labels: each counts %.2f "
+                "(METHOD.PSEUDO.BALANCE %g)",
+                pseudo,
+                true,
+                weight,
+                rule.balance,
+            )
+            write_json(path, {"about": about, "true": true, "pseudo": pseudo, "weight": weight})
+            return weight
+
+        weight = from_rank0(compute)
+    learner.pseudo_weight = weight
 
 
 def _thresholds(

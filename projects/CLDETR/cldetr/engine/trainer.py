@@ -66,7 +66,11 @@ from cldetr.engine.stages import (
     training_learner,
 )
 from cldetr.engine.step import StageTrainer, build_optimizer
-from cldetr.engine.teacher_cache import cache_teacher_predictions, find_thresholds
+from cldetr.engine.teacher_cache import (
+    cache_teacher_predictions,
+    find_pseudo_weight,
+    find_thresholds,
+)
 from cldetr.engine.writers import StageWriter, WandbWriter, check_wandb, memory_mb
 from cldetr.errors import InputError, blame
 from cldetr.evaluation.evaluator import IncrementalEvaluator, split_details, to_scalars
@@ -623,6 +627,10 @@ class IncrementalTrainer(TrainerBase):
             file = folder / "thresholds.json"
             find_thresholds(learner, datasets, file, self.run_cfg, cached=cached, **common)
             inputs["thresholds"] = _digest(file)
+        if learner.rule.balance:
+            file = folder / "balance.json"
+            find_pseudo_weight(learner, stage.datasets, file, self.run_cfg, **common)
+            inputs["balance"] = _digest(file)
         return stage
 
     def _save(

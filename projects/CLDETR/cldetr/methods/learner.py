@@ -6,6 +6,7 @@ It is what the training loop sees: images in, a dictionary of losses out.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,6 +92,7 @@ class Learner(nn.Module):
         self.progress = 0.0  # of the stage, in [0, 1]; the trainer moves it
         self.pseudo_images = 0  # images labelled so far, and those without any pseudo-label
         self.pseudo_empty = 0
+        self.pseudo_weight = 1.0  # what a pseudo-label counts, for a rule that limits them
         num_classes = detector.num_classes
         self.register_buffer("_seen", _mask(seen, num_classes), persistent=False)
         self.register_buffer(
@@ -284,9 +286,34 @@ class Learner(nn.Module):
     ) -> list[Target]:
         """The rule's pseudo-labels at this point of the stage."""
         assert self.rule is not None
-        return make_pseudo_labels(
+        found = make_pseudo_labels(
             scores, boxes, background, usable, self.rule, self.progress, self.thresholds
         )
+        if self.pseudo_weight == 1.0:
+            return found
+        weights = [
+            torch.ones_like(x.boxes[:, 0]) if x.weights is None else x.weights for x in found
+        ]
+        return [
+            dataclasses.replace(target, weights=own * self.pseudo_weight)
+            for target, own in zip(found, weights, strict=True)
+        ]
+
+    @torch.no_grad()
+    def count_labels(self, batched_inputs: list[dict[str, Any]]) -> tuple[int, float]:
+        """How many true labels a batch has, and what its pseudo-labels count together."""
+        assert self.rule is not None
+        output = None
+        if self.teacher is not None:
+            output = self.teacher.predict(self.detector.preprocess(batched_inputs))
+        truths = self.detector.targets(batched_inputs)
+        pseudo = self.pseudo_labels(output, batched_inputs)
+        merged, _ = merge_batch(truths, pseudo, self.rule, limit=self.detector.num_queries)
+        true = sum(map(len, truths))
+        together = Target.cat(merged)
+        if together.weights is None:
+            return true, float(len(together) - true)
+        return true, float(together.weights.sum()) - true
 
     def _usable(self, batched_inputs: list[dict[str, Any]]) -> Tensor:
         """Classes that may be pseudo-labelled on each image, (B, K)."""

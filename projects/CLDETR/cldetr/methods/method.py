@@ -142,11 +142,13 @@ class Method:
                     f"{key}.SOFT labels with distributions over the classes, but the model's own "
                     f"loss takes one class per box: set {key}.SOFT to False, {ours}"
                 )
-            if rule is not None and rule.weighted and detector.plain_labels_only:
-                problems.append(
-                    f"{key}.WEIGHTED weights labels, but the model's own loss takes no weights: "
-                    f"set {key}.WEIGHTED to False, {ours}"
-                )
+            weighting = {"WEIGHTED": "False", "BALANCE": "0"}
+            for name, off in weighting.items() if detector.plain_labels_only else ():
+                if rule is not None and getattr(rule, name.lower()):
+                    problems.append(
+                        f"{key}.{name} weights labels, but the model's own loss takes no weights: "
+                        f"set {key}.{name} to {off}, {ours}"
+                    )
         if self.matcher is not None and detector.plain_labels_only:
             problems.append(
                 "METHOD.MATCHER asks for least IoUs, but the model's own loss has its own matcher: "

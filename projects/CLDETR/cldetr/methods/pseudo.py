@@ -49,6 +49,10 @@ class PseudoRule:
         weighted: a pseudo-label counts by its score, in the losses of its class and its box and in
             their normaliser, so that doubtful ones do not drown the labels of new classes. Else it
             counts as much as a true label, as in the paper.
+        balance: the most that all pseudo-labels of a stage count together, in multiples of its true
+            labels. Where the old model finds more, each counts less, in the losses and in their
+            normaliser, so that they do not drown the labels of new classes. 0: no limit, as in the
+            paper.
         calibrated: the best class counts as much as its score s is worth, σ(10·(s − 0.5)), as in
             PseDet: a doubtful label pulls less. Not together with `soft`.
         cache: ask the teacher once per image, before the stage and at test size, and carry its
@@ -69,6 +73,7 @@ class PseudoRule:
     any_class: bool = False
     soft: bool = True
     weighted: bool = False
+    balance: float = 0.0
     calibrated: bool = False
     cache: bool = False
 
@@ -83,6 +88,10 @@ class PseudoRule:
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise InputError(f"pseudo-label setting {name} must lie in [0, 1], not {value}")
+        if self.balance < 0.0:
+            raise InputError(
+                f"pseudo-label setting balance must be 0 (no limit) or more, not {self.balance}"
+            )
         if self.soft and self.calibrated:
             raise InputError(
                 "a pseudo-label has either the teacher's distribution or a calibrated score: set "
