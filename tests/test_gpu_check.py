@@ -53,6 +53,7 @@ def test_a_fake_gpu_passes_every_check(built, monkeypatch):
 
 
 @needs_fake
+@pytest.mark.slow
 @pytest.mark.own_process
 def test_wrong_kernels_and_wrong_training_are_found(built, monkeypatch):
     right, train = gpu_check.ms_deform_attn, gpu_check.train_small

@@ -84,6 +84,7 @@ def test_configs_are_found_without_a_checkout(installed, tmp_path):
     assert "--config-file" in done.stdout, done.stderr
 
 
+@pytest.mark.slow
 def test_a_run_from_the_wheel_trains_and_is_reported(installed, tmp_path):
     """Data, config, training, report: all from the installed package."""
     shapes = ["--images", "24", "--val", "10", "--size", "48", "--categories", "10"]

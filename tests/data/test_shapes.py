@@ -56,11 +56,18 @@ def test_the_default_data_set_never_changes():
     assert digest.hexdigest() == "3a99f553a0aa8e9949cf1a95d514a5d94355f920c77a02b2ece0b884f8ac99b1"
 
 
-def test_the_default_look_is_not_stated_so_that_older_data_sets_stay_valid(data):
+def test_defaults_of_later_options_are_not_stated_so_that_older_data_sets_stay_valid(data):
     """Runs know their data by the bytes of the annotation file."""
     content = json.loads(data.annotations("train").read_text())
-    assert content["info"].keys() == {"description", *vars(SMALL)} - {"look"}
-    assert "look" not in json.loads((data.root / MARKER).read_text())["request"]
+    assert content["info"].keys() == {"description", *vars(SMALL)} - {"look", "smallest"}
+    assert not {"look", "smallest"} & {*json.loads((data.root / MARKER).read_text())["request"]}
+
+
+def test_smaller_objects_are_drawn_where_asked_for():
+    drawn = [draw_image(ShapesOptions(size=192, smallest=0.05), "train", n) for n in range(40)]
+    sides = np.concatenate([image.boxes[:, 2:] - image.boxes[:, :2] for image in drawn]).max(axis=1)
+    assert 0.04 * 192 < sides.min() < 0.1 * 192
+    assert 0.3 * 192 < sides.max() < 0.55 * 192
 
 
 def test_looks_show_the_same_objects_in_other_pictures():

@@ -114,6 +114,7 @@ def test_exemplars_of_earlier_domains_are_replayed_with_all_their_labels(finishe
     assert planned == [(1, "train", 16), (2, "train", 20), (2, "calibrate", 8)]
 
 
+@pytest.mark.slow
 def test_crashes_all_along_change_nothing(finished, config, tmp_path, monkeypatch):
     step, budget, crashes = StageTrainer.run_step, [0], 0
 
@@ -141,6 +142,7 @@ def test_another_order_of_domains_is_another_run(finished, config, files):
         trainer.resume_or_load(resume=True)
 
 
+@pytest.mark.slow
 def test_the_report_shows_the_domains_and_no_diagnosis_of_pseudo_labels(finished, tmp_path, caplog):
     folder = shutil.copytree(finished, tmp_path / "run")
     show_run(folder)

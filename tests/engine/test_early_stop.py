@@ -204,6 +204,7 @@ def test_the_report_knows_where_the_stages_lie(finished):
     assert spans == [(1, "train", 0), (2, "train", 20), (2, "calibrate", 26)]
 
 
+@pytest.mark.slow
 def test_crashes_change_nothing(finished, tiny_config, tmp_path, monkeypatch):
     step, budget = StageTrainer.run_step, [0]
 

@@ -18,6 +18,7 @@ def weights(folder, stage):
     return load_state(folder / stage / "model.pth")["model"]
 
 
+@pytest.mark.slow
 def test_two_processes_stop_resume_and_end_near_one(tiny_shapes, tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     no_dropout = [*tiny_shapes, "MODEL.DETR.DROPOUT", "0.0"]  # each process drops its own units

@@ -104,7 +104,7 @@ class CrashError(Exception):
     """Stands for a crash at a chosen moment."""
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_crashes_all_along_change_nothing(finished, tiny_config, tmp_path, monkeypatch, workers):
     step, ask = StageTrainer.run_step, Learner.teacher_candidates
     budget = [0]

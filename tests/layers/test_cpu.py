@@ -137,6 +137,7 @@ for keep, environment in ((False, {}), (True, {}), (True, {"MALLOC_TRIM_THRESHOL
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's setting")
 def test_memory_that_was_freed_is_not_cleared_anew():
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_"))}
