@@ -258,3 +258,39 @@ def test_a_loss_on_prototypes_needs_a_detector_that_classifies_states(detector, 
 def test_a_query_is_classified_as_the_detector_does(detector):
     output = detector.predict(detector.preprocess(batch()))
     torch.testing.assert_close(detector.classify(output.features), output.logits[-1])
+
+
+@pytest.mark.parametrize("rule", [None, PseudoRule(foreground=0.0)], ids=["no teacher", "teacher"])
+def test_classes_that_nobody_labelled_on_an_image_are_not_taught_there(detector, rule):
+    """Of a new image (classes 3 and 4) and an exemplar (0 to 2) the second may show new objects."""
+    teacher = {} if rule is None else {"teacher": freeze(detector, [0, 1, 2]), "rule": rule}
+    learner = Learner(
+        detector,
+        seen=range(CLASSES),
+        teacher_classes=[0, 1, 2],
+        ignore_unlabelled=True,
+        **teacher,
+    )
+    inputs = batch()
+    mask = learner.class_mask(inputs)
+    old = rule is not None  # the teacher labels old classes on new images
+    assert mask[:, 0].tolist() == [[old] * 3 + [True] * 2, [True] * 3 + [False] * 2]
+    (labelled,) = learner.label([inputs])
+    output = detector.predict(labelled.images)
+    output.logits.retain_grad()
+    sum(detector.criterion(output, labelled.targets, labelled.class_mask).values()).backward()
+    taught = output.logits.grad.abs().sum(dim=(0, 2)) > 0  # (B, K)
+    assert torch.equal(taught, mask[:, 0])
+    plain = Learner(detector, seen=range(CLASSES), teacher_classes=[0, 1, 2], **teacher)
+    assert plain.class_mask(inputs).all()
+
+
+def test_a_softmax_compares_with_the_labelled_classes_of_each_image():
+    logits = torch.randn(2, 2, 3, 5)  # two layers and images, four classes and no-object
+    mask = torch.tensor([[True, True, False, False], [True, True, True, True]])[:, None]
+    labels = torch.zeros_like(logits)
+    labels[..., -1] = 1.0
+    found = SoftmaxCE().loss(logits, labels, torch.ones(()), mask)
+    kept = logits[:, 0][..., [0, 1, 4]].log_softmax(-1)[..., -1]
+    rest = logits[:, 1].log_softmax(-1)[..., -1]
+    torch.testing.assert_close(found, -(kept.sum(1) + rest.sum(1)) / 6)

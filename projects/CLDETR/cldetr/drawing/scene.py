@@ -78,7 +78,7 @@ def examine_image(
             kept = (pseudo.boxes[:, None] == clear.boxes).all(dim=2).any(dim=1)
             dropped = pseudo[~kept]
         merged, _ = merge(truth, clear, limit=output.logits.shape[2])
-        mask = learner.seen if learner.mask_unseen else None
+        mask = learner.class_mask([entry])
         matches = detector.match(output, learner.prepare_matching([merged]), mask)
         queries, links = matches.pairs(layer=0)
         links, order = links.sort()

@@ -130,11 +130,13 @@ def training_learner(
         old_model: Φ^old, of which a frozen copy is taken where the method asks for one.
     """
     seen, old = scenario.seen(phase), scenario.old(phase)
-    mask = method.unseen == "mask"
+    mask, ignore = method.unseen == "mask", method.unlabelled == "ignore"
     matcher = None if phase == 1 else method.matcher
     rule = _useful_rule(method.pseudo, scenario, phase)
     if phase == 1 or (rule is None and method.distill is None):
-        return Learner(detector, seen=seen, matcher=matcher, mask_unseen=mask)
+        return Learner(
+            detector, seen=seen, matcher=matcher, mask_unseen=mask, ignore_unlabelled=ignore
+        )
     if method.pseudo is not None and method.pseudo.any_class:
         old = tuple(range(len(scenario.categories)))
     return Learner(
@@ -146,6 +148,7 @@ def training_learner(
         distill=method.distill,
         matcher=matcher,
         mask_unseen=mask,
+        ignore_unlabelled=ignore,
     )
 
 
@@ -161,11 +164,13 @@ def calibration_learner(
         phase: from 2.
     """
     seen: Sequence[int] = scenario.seen(phase)
-    mask = method.unseen == "mask"
+    mask, ignore = method.unseen == "mask", method.unlabelled == "ignore"
     rule = None if method.calibrate is None else method.calibrate.complete
     rule = _useful_rule(rule, scenario, phase)
     if rule is None:
-        return Learner(detector, seen=seen, matcher=method.matcher, mask_unseen=mask)
+        return Learner(
+            detector, seen=seen, matcher=method.matcher, mask_unseen=mask, ignore_unlabelled=ignore
+        )
     return Learner(
         detector,
         seen=seen,
@@ -174,6 +179,7 @@ def calibration_learner(
         rule=rule,
         matcher=method.matcher,
         mask_unseen=mask,
+        ignore_unlabelled=ignore,
     )
 
 

@@ -41,6 +41,7 @@ class LabelledBatch:
     targets: list[Target]  # with pseudo-labels
     teacher_output: DetrOutput | None
     sound: bool  # whether the teacher's predictions are finite
+    class_mask: Tensor | None  # classes that take part in the loss, (K,) or (B, 1, K); None: all
     num_boxes: Tensor  # what L_DETR is divided by
     num_truths: Tensor | None  # the same without pseudo-labels, for a distillation that asks for it
 
@@ -64,6 +65,7 @@ class Learner(nn.Module):
         distill: DistillRule | None = None,
         matcher: MatcherRule | None = None,
         mask_unseen: bool = True,
+        ignore_unlabelled: bool = False,
     ) -> None:
         """Sets up one stage.
 
@@ -78,6 +80,8 @@ class Learner(nn.Module):
             distill: the loss that compares its predictions query by query; None for none.
             matcher: the least IoUs at which predictions and labels are matched; None for none.
             mask_unseen: exclude the head's rows of unseen classes from the loss.
+            ignore_unlabelled: exclude from an image's loss the classes that are neither annotated
+                on it nor labelled by the teacher.
         """
         super().__init__()
         if distill is not None and distill.needs_head and not detector.has_classify:
@@ -102,6 +106,7 @@ class Learner(nn.Module):
         none = torch.zeros(num_classes, dtype=torch.int64)
         self.register_buffer("pseudo_counts", none, persistent=False)
         self.mask_unseen = mask_unseen
+        self.ignore_unlabelled = ignore_unlabelled
         # A tuple hides the teacher from the module tree: no gradient, no checkpoint, no DDP, and
         # .train() does not reach it.
         self._teacher = () if teacher is None else (teacher,)
@@ -164,7 +169,8 @@ class Learner(nn.Module):
             if self.rule is not None and sound:
                 targets = self._merge(teacher_output, targets, batched_inputs)
             targets = self.prepare_matching(targets)
-            labelled.append((images, targets, teacher_output, sound))
+            mask = self.class_mask(batched_inputs)
+            labelled.append((images, targets, teacher_output, sound, mask))
         normaliser, device = self.detector.criterion.normaliser, self.detector.device
         num_truths = None
         if self.distill is not None and self.distill.normaliser == "boxes":
@@ -179,9 +185,10 @@ class Learner(nn.Module):
         ]
 
     def _losses(self, batch: LabelledBatch) -> dict[str, Tensor]:
-        mask = self._seen if self.mask_unseen else None
         with self.detector.criterion.normalised_by(batch.num_boxes):
-            losses, output = self.detector.losses(batch.images, batch.targets, class_mask=mask)
+            losses, output = self.detector.losses(
+                batch.images, batch.targets, class_mask=batch.class_mask
+            )
         if not batch.sound:  # the trainer skips the step, on all processes together
             return {name: loss * float("nan") for name, loss in losses.items()}
         if batch.teacher_output is not None and output is not None and self.distill is not None:
@@ -233,6 +240,17 @@ class Learner(nn.Module):
         if teacher_output is None:
             return self._stored_pseudo_labels(batched_inputs, usable)
         return self._label(*self._read(teacher_output), usable)
+
+    def class_mask(self, batched_inputs: list[dict[str, Any]]) -> Tensor | None:
+        """The classes that take part in the loss, (K,) or of each image, (B, 1, K); None: all."""
+        seen = self._seen if self.mask_unseen else None
+        if not self.ignore_unlabelled:
+            return seen
+        labelled = torch.stack([_mask(x["classes"], len(self._seen)) for x in batched_inputs])
+        labelled = labelled.to(self._seen.device, non_blocking=True)
+        if self.rule is not None:
+            labelled = labelled | self._teacher_classes
+        return (labelled if seen is None else labelled & seen)[:, None]
 
     def prepare_matching(self, targets: list[Target]) -> list[Target]:
         """Adds to merged labels what this stage's matcher asks of predictions."""

@@ -86,6 +86,9 @@ class Method:
         unseen: classes of later phases have rows in the head from the start. "mask" leaves those
             rows out of the loss until their phase; "negative" trains them as negatives, as the
             released code does.
+        unlabelled: classes that are neither annotated on an image nor labelled by the old model,
+            such as new classes on exemplars, which may well show them. "background" trains them as
+            background there, as the paper does; "ignore" leaves them out of that image's loss.
         joint: train every phase on all data seen so far with all labels: the upper bound.
         reveal_old: show the true boxes of old classes on the phase's images in place of
             pseudo-labels: the supplement's KD-oracle.
@@ -99,6 +102,7 @@ class Method:
     memory: MemoryRule | None = None
     calibrate: CalibrationRule | None = None
     unseen: Literal["mask", "negative"] = "mask"
+    unlabelled: Literal["background", "ignore"] = "background"
     joint: bool = False
     reveal_old: bool = False
 
@@ -107,6 +111,10 @@ class Method:
             raise InputError("calibration needs exemplars: give the method a memory")
         if self.unseen not in ("mask", "negative"):
             raise InputError(f"unseen classes are 'mask' or 'negative', not {self.unseen!r}")
+        if self.unlabelled not in ("background", "ignore"):
+            raise InputError(
+                f"unlabelled classes are 'background' or 'ignore', not {self.unlabelled!r}"
+            )
         if self.distill is not None and self.pseudo is not None and self.pseudo.cache:
             raise InputError(
                 "a distillation loss compares query by query on the same augmented image, so the "
@@ -158,6 +166,11 @@ class Method:
             problems.append(
                 "METHOD.UNSEEN mask excludes classes of later phases from the loss, which the "
                 f"model's own loss cannot: set METHOD.UNSEEN to negative, {ours}"
+            )
+        if self.unlabelled == "ignore" and not detector.takes_class_mask:
+            problems.append(
+                "METHOD.UNLABELLED ignore excludes classes from the loss of an image, which the "
+                f"model's own loss cannot: set METHOD.UNLABELLED to background, {ours}"
             )
         if problems:
             raise InputError.listing(f"{name} cannot be trained with this method:", problems)

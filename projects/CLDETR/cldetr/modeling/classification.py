@@ -46,7 +46,7 @@ class Classification(Protocol):
             logits: predictions of all layers.
             labels: the label distribution of every query.
             num_boxes: the normaliser.
-            class_mask: (K,) or (Q, K) classes that take part; None: all do.
+            class_mask: classes that take part, (K,), (Q, K), (B, 1, K) or (B, Q, K); None: all do.
             weights: (L, B, Q) factors on the loss of every query; None: all are 1.
         """
         ...
@@ -134,7 +134,7 @@ class SoftmaxCE:
 
 
 def mask_logits(logits: Tensor, class_mask: Tensor | None) -> Tensor:
-    """Gives the classes outside `class_mask` (K,) probability zero; no-object always takes part."""
+    """Gives classes outside `class_mask` (…, K) probability zero; no-object always takes part."""
     if class_mask is None:
         return logits
     keep = F.pad(class_mask, (0, 1), value=True)

@@ -62,8 +62,9 @@ class SetCriterion(nn.Module):
         Args:
             output: predictions of all layers.
             targets: labels of each image.
-            class_mask: (K,) bool, the classes that take part in the classification loss; the head's
-                rows of the others get no gradient. None: all do.
+            class_mask: (K,) bool, the classes that take part in the classification loss, or
+                (B, 1, K), those of each image; the head's rows of the others get no gradient. None:
+                all do.
 
         Returns:
             `loss_cls`, `loss_bbox` and `loss_giou` of the last layer, the same with `_0`, `_1` …

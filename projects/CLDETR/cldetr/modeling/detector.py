@@ -184,8 +184,8 @@ class Detector(nn.Module):
         Args:
             images: the batch.
             targets: labels of each image, pseudo-labels among them.
-            class_mask: (K,) bool, the classes that take part in the classification loss; None for
-                all.
+            class_mask: (K,) bool, the classes that take part in the classification loss, or
+                (B, 1, K), those of each image; None for all.
 
         Returns:
             the losses, and the predictions, None where they are not finite.

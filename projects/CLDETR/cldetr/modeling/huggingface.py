@@ -236,6 +236,8 @@ class HuggingFaceDetector(Detector):
         )
         repeated = [target for target in targets for _ in range(groups)]
         num_boxes = self.criterion.normaliser(targets, output.logits.device)
+        if class_mask is not None and class_mask.ndim > 1:  # of each image
+            class_mask = class_mask.repeat_interleave(groups, dim=0)
         with self.criterion.normalised_by(num_boxes * groups):
             losses = self.criterion(folded, repeated, class_mask=class_mask)
         return losses, self._first_group(output)
