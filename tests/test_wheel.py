@@ -79,7 +79,7 @@ def test_configs_are_found_without_a_checkout(installed, tmp_path):
     done = run(installed, tmp_path, "cldetr.cli", "configs", "70_10_lwf")
     assert "NAME: lwf" in done.stdout, done.stderr
     listed = run(installed, tmp_path, "cldetr.cli", "configs")
-    assert "shapes_completion" in listed.stdout, listed.stderr
+    assert "shapes_recommended" in listed.stdout, listed.stderr
     done = run(installed, tmp_path, "cldetr.train", "--help")
     assert "--config-file" in done.stdout, done.stderr
 
@@ -92,7 +92,7 @@ def test_a_run_from_the_wheel_trains_and_is_reported(installed, tmp_path):
     assert done.returncode == 0, done.stderr
     short = ["SCHEDULE.FIRST.MAX_STEPS", "1", "SCHEDULE.TRAIN.MAX_STEPS", "1"]
     short += ["SCHEDULE.CALIBRATE.MAX_STEPS", "1", "REPORT", "False"]
-    config = str(installed / "cldetr/configs/shapes_completion.yaml")
+    config = str(installed / "cldetr/configs/shapes_recommended.yaml")
     words = ["--config-file", config, *short, "OUTPUT_DIR", "run"]
     done = run(installed, tmp_path, "cldetr.train", *words)
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """
     begin = time.monotonic()
     ensure_shapes("datasets/shapes")
-    ours = _job("cldetr", "shapes_completion", args.out)
+    ours = _job("cldetr", "shapes_recommended", args.out)
     plain = _job("finetune", "shapes_finetune", args.out, "MODEL.DETECTOR", str(ours.first_model))
     if not ours.finished or not plain.finished:
         _train(ours, plain)
