@@ -14,7 +14,7 @@ __all__ = ["dataloader", "method", "scenario", "schedule", "train"]
 scenario = dict(protocol="extend")
 method.update(name="recommended", calibrate=None)  # docs/ablation.md
 method.unlabelled = "ignore"  # new classes, on images that were annotated before
-method.pseudo.balance = 2.0
+method.pseudo.balance = 0.5
 method.pseudo.skip_annotated = True  # of the classes that exemplars and refreshed data annotate
 dataloader = dict(train=dict(total_batch_size=-1))  # from the number of images
 schedule = dict(train=dict(epochs=24, drops=[20], min_steps=660))

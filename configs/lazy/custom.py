@@ -19,7 +19,7 @@ schedule = dict(
     train=dict(epochs=50, drops=[40], min_steps=2200),
     calibrate=dict(min_steps=200),
 )
-method = dict(name="recommended", pseudo=dict(method.pseudo, balance=2.0))  # docs/ablation.md
+method = dict(name="recommended", pseudo=dict(method.pseudo, balance=0.5))  # docs/ablation.md
 optimizer = dict(lr=1e-4)
 train.update(
     output_dir="output/custom",

@@ -15,5 +15,5 @@ input.update(min_size_train=[-1], max_size_train=333, min_size_test=-1, max_size
 schedule.first = dict(epochs=26, drops=[22], min_steps=1500)
 schedule.train = dict(epochs=16, drops=[13], min_steps=600)
 schedule.calibrate.min_steps = 60
-method = dict(name="recommended", pseudo=dict(method.pseudo, balance=2.0))  # docs/ablation.md
+method = dict(name="recommended", pseudo=dict(method.pseudo, balance=0.5))  # docs/ablation.md
 train.output_dir = "output/custom_small"

@@ -57,7 +57,7 @@ def test_pseudo_labels_count_as_much_as_the_balance_says(plain, tiny_config, tmp
     spans = [(data.starts[rows[i]], data.starts[rows[i] + 1]) for i in phase.image_ids]
     labels = [label for first, last in spans for label in data.labels[first:last].tolist()]
     assert found["true"] == sum(label in phase.classes for label in labels)
-    assert math.isclose(found["weight"], 0.5 * found["true"] / found["pseudo"])
+    assert math.isclose(found["weight"], math.sqrt(found["true"] / found["pseudo"]))
     assert f"each counts {found['weight']:.2f}" in caplog.text
     assert not same(weights(plain), weights(tmp_path))
     record = json.loads((tmp_path / "phase2/train/stage.json").read_text())
@@ -65,9 +65,13 @@ def test_pseudo_labels_count_as_much_as_the_balance_says(plain, tiny_config, tmp
 
 
 def test_nothing_changes_where_pseudo_labels_are_few(plain, tiny_config, tmp_path):
-    train(tiny_config(tmp_path, *words(plain, 1e6)))
-    assert counted(tmp_path)["weight"] == 1.0
-    assert same(weights(plain), weights(tmp_path))
+    few = ["METHOD.PSEUDO.K", "1"]
+    train(tiny_config(tmp_path / "paper", *words(plain, 0.0), *few))
+    train(tiny_config(tmp_path / "balanced", *words(plain, 1.0), *few))
+    found = counted(tmp_path / "balanced")
+    assert 0 < found["pseudo"] <= found["true"]
+    assert found["weight"] == 1.0
+    assert same(weights(tmp_path / "paper"), weights(tmp_path / "balanced"))
 
 
 def test_stored_predictions_count_the_same(plain, tiny_config, tmp_path):

@@ -265,8 +265,3 @@ def test_calibrated_scores_by_hand():
 def test_soft_and_calibrated_labels_exclude_each_other():
     with pytest.raises(InputError, match="SOFT or CALIBRATED"):
         PseudoRule(soft=True, calibrated=True)
-
-
-def test_a_negative_balance_is_refused():
-    with pytest.raises(InputError, match="balance must be 0"):
-        PseudoRule(balance=-1.0)

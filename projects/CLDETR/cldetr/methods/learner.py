@@ -96,7 +96,7 @@ class Learner(nn.Module):
         self.progress = 0.0  # of the stage, in [0, 1]; the trainer moves it
         self.pseudo_images = 0  # images labelled so far, and those without any pseudo-label
         self.pseudo_empty = 0
-        self.pseudo_weight = 1.0  # what a pseudo-label counts, for a rule that limits them
+        self.pseudo_weight = 1.0  # what a pseudo-label counts, for a rule that balances them
         num_classes = detector.num_classes
         self.register_buffer("_seen", _mask(seen, num_classes), persistent=False)
         self.register_buffer(

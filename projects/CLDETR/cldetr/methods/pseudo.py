@@ -49,10 +49,10 @@ class PseudoRule:
         weighted: a pseudo-label counts by its score, in the losses of its class and its box and in
             their normaliser, so that doubtful ones do not drown the labels of new classes. Else it
             counts as much as a true label, as in the paper.
-        balance: the most that all pseudo-labels of a stage count together, in multiples of its true
-            labels. Where the old model finds more, each counts less, in the losses and in their
-            normaliser, so that they do not drown the labels of new classes. 0: no limit, as in the
-            paper.
+        balance: where a stage has more pseudo-labels than true labels, each counts (true / pseudo)
+            to this power, in the losses and in their normaliser, so that they do not drown the
+            labels of new classes. 0: as much as a true label, as in the paper; 1: all together as
+            much as the true labels; 0.5: in between, the geometric mean of the two.
         calibrated: the best class counts as much as its score s is worth, σ(10·(s − 0.5)), as in
             PseDet: a doubtful label pulls less. Not together with `soft`.
         cache: ask the teacher once per image, before the stage and at test size, and carry its
@@ -84,14 +84,11 @@ class PseudoRule:
             )
         if self.k < 1:
             raise InputError(f"K, the number of pseudo-labels, must be at least 1, not {self.k}")
-        for name in ("score", "score_start", "score_floor", "foreground", "nms_iou", "iou"):
+        shares = ("score", "score_start", "score_floor", "foreground", "nms_iou", "iou", "balance")
+        for name in shares:
             value = getattr(self, name)
             if not 0.0 <= value <= 1.0:
                 raise InputError(f"pseudo-label setting {name} must lie in [0, 1], not {value}")
-        if self.balance < 0.0:
-            raise InputError(
-                f"pseudo-label setting balance must be 0 (no limit) or more, not {self.balance}"
-            )
         if self.soft and self.calibrated:
             raise InputError(
                 "a pseudo-label has either the teacher's distribution or a calibrated score: set "
