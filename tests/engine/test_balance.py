@@ -57,7 +57,7 @@ def test_pseudo_labels_count_as_much_as_the_balance_says(plain, tiny_config, tmp
     spans = [(data.starts[rows[i]], data.starts[rows[i] + 1]) for i in phase.image_ids]
     labels = [label for first, last in spans for label in data.labels[first:last].tolist()]
     assert found["true"] == sum(label in phase.classes for label in labels)
-    assert math.isclose(found["weight"], math.sqrt(found["true"] / found["pseudo"]))
+    assert math.isclose(found["weight"], math.sqrt(2 * found["true"] / found["pseudo"]))
     assert f"each counts {found['weight']:.2f}" in caplog.text
     assert not same(weights(plain), weights(tmp_path))
     record = json.loads((tmp_path / "phase2/train/stage.json").read_text())

@@ -205,7 +205,7 @@ def find_pseudo_weight(
 
         def compute() -> float:
             true, pseudo = (sum(column) for column in zip(*counts, strict=True))
-            weight = min(1.0, true / pseudo) ** rule.balance if true and pseudo else 1.0
+            weight = min(1.0, 2 * true / pseudo) ** rule.balance if true and pseudo else 1.0
             logger.info(
                 "the old model labels %.0f objects beside %d true labels: each counts %.2f "
                 "(METHOD.PSEUDO.BALANCE %g)",

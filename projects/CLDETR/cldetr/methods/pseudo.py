@@ -49,10 +49,10 @@ class PseudoRule:
         weighted: a pseudo-label counts by its score, in the losses of its class and its box and in
             their normaliser, so that doubtful ones do not drown the labels of new classes. Else it
             counts as much as a true label, as in the paper.
-        balance: where a stage has more pseudo-labels than true labels, each counts (true / pseudo)
-            to this power, in the losses and in their normaliser, so that they do not drown the
-            labels of new classes. 0: as much as a true label, as in the paper; 1: all together as
-            much as the true labels; 0.5: in between, the geometric mean of the two.
+        balance: where a stage has more than two pseudo-labels for each true label, a pseudo-label
+            counts (2 · true / pseudo) to this power, in the losses and in their normaliser, so that
+            they do not drown the labels of new classes. 0: as much as a true label, as in the
+            paper; 1: all together at most twice as much as the true labels.
         calibrated: the best class counts as much as its score s is worth, σ(10·(s − 0.5)), as in
             PseDet: a doubtful label pulls less. Not together with `soft`.
         cache: ask the teacher once per image, before the stage and at test size, and carry its
