@@ -113,7 +113,7 @@ def test_one_command_adds_a_category_from_its_data_alone(third, two):
     grown, first = rows(third / "phase1/train/model.pth")
     assert (names, grown) == (NAMES[:2], NAMES[:3])
     assert torch.equal(first[:2], given)
-    _, last = rows(third / "phase2/train/model.pth")
+    _, last = rows(third / "phase2/calibrate/model.pth")
     assert not torch.equal(last[2], first[2])
     results = json.loads((third / "results.json").read_text())
     assert results["scenario"] == "2+1"
@@ -135,8 +135,8 @@ def test_the_detector_says_what_it_is(third, two):
 
 
 LAZY_SHORT = [
-    *("schedule.train.epochs=1", "schedule.train.min_steps=3"),
-    *("method.pseudo.foreground=0.0", "method.memory.budget=4"),
+    *("schedule.train.epochs=1", "schedule.train.min_steps=3", "schedule.calibrate.epochs=1"),
+    *("schedule.calibrate.min_steps=2", "method.pseudo.foreground=0.0", "method.memory.budget=4"),
     *("train.report=false", "dataloader.train.num_workers=0", "train.log_period=1"),
     "train.log_images=0",
 ]
@@ -152,7 +152,7 @@ def add_lazily(out, detector, data, test):
 def test_the_lazy_twin_adds_the_same_category(third, two, material, test_all, tmp_path):
     new = material.reference("third", shown=(3,), images=slice(20, 30))
     add_lazily(tmp_path, two / "phase1/train/model.pth", new, test_all)
-    one, other = (load_state(run / "phase2/train/model.pth") for run in (third, tmp_path))
+    one, other = (load_state(run / "phase2/calibrate/model.pth") for run in (third, tmp_path))
     assert all(torch.equal(value, other["model"][key]) for key, value in one["model"].items())
     assert (tmp_path / "results.json").read_text() == (third / "results.json").read_text()
 
@@ -168,7 +168,7 @@ def test_a_lazy_detector_brings_its_model(material, test_all, tmp_path):
     train(load_config(str(find_config("lazy/custom_small.py")), words))
     new = material.reference("third", shown=(3,), images=slice(20, 30))
     add_lazily(tmp_path / "new", tmp_path / "old", new, test_all)
-    names, weight = rows(tmp_path / "new/phase2/train/model.pth")
+    names, weight = rows(tmp_path / "new/phase2/calibrate/model.pth")
     assert (names, weight.shape[1]) == (NAMES[:3], 32)
 
 
@@ -180,12 +180,14 @@ def test_categories_are_added_again_and_again(third, material, test_all, tmp_pat
     assert results["scenario"] == "3+1"
     names, first = rows(tmp_path / "four/phase1/train/model.pth")
     assert names == NAMES
-    assert torch.equal(first[:3], rows(third / "phase2/train/model.pth")[1])
+    assert torch.equal(first[:3], rows(third / "phase2/calibrate/model.pth")[1])
     kept = json.loads((third / "phase2/select/exemplars_phase2.json").read_text())
     given = json.loads((tmp_path / "four/phase2/select/exemplars_given1.json").read_text())
     assert [x["id"] for x in given["images"]] == [x["id"] for x in kept["images"]]
     facts = json.loads((tmp_path / "four/phase2/train/stage.json").read_text())["facts"]
     assert facts["images"] == 6 + 4
+    facts = json.loads((tmp_path / "four/phase2/calibrate/stage.json").read_text())["facts"]
+    assert facts["images"] == 4 + 4
     again = material.reference("fifth", shown=(4,), images=slice(0, 6), star="sun")
     cfg = add_config(tmp_path / "five", tmp_path / "four", [again], test_all)
     trainer = IncrementalTrainer(cfg)
@@ -193,7 +195,7 @@ def test_categories_are_added_again_and_again(third, material, test_all, tmp_pat
     assert trainer.data.scenario.name == "4+1"
     assert [len(each.image_ids) for each in trainer.data.scenario.given] == [4, 4]
     assert [each.classes for each in trainer.data.scenario.given] == [(2,), (3,)]
-    assert rows(tmp_path / "five/phase2/train/model.pth")[0] == [*NAMES, "sun"]
+    assert rows(tmp_path / "five/phase2/calibrate/model.pth")[0] == [*NAMES, "sun"]
 
 
 def test_each_added_category_gets_queries_of_its_own(two, material, test_all, tmp_path):
@@ -207,7 +209,7 @@ def test_each_added_category_gets_queries_of_its_own(two, material, test_all, tm
         data = material.reference(new.name, shown=(category,), images=slice(20, 28))
         words = ["MODEL.DETR.QUERY_GROUPS", "[-1]"] if old is two else []
         train(add_config(new, old, [data], test_all, *words))
-        before = queries(old, "phase1/train" if old is two else "phase2/train")
+        before = queries(old, "phase1/train" if old is two else "phase2/calibrate")
         now = queries(new, "phase1/train")
         assert len(now) == len(before) + len(queries(two, "phase1/train"))
         assert torch.equal(now[: len(before)], before)
@@ -231,7 +233,7 @@ def test_an_interrupted_extension_goes_on(third, two, material, test_all, tmp_pa
     trainer._train_phase(1)
     trainer.ledger.close()
     train(cfg, resume=True)
-    ends = [load_state(run / "phase2/train/model.pth")["model"] for run in (tmp_path, third)]
+    ends = [load_state(run / "phase2/calibrate/model.pth")["model"] for run in (tmp_path, third)]
     assert all(torch.equal(ends[0][key], value) for key, value in ends[1].items())
 
 
@@ -259,8 +261,8 @@ def test_unlabelled_old_images_are_labelled_by_the_teacher(material, two, test_a
     for image in material.whole["train"]["images"][:5]:
         shutil.copy(Path(material.images["train"], image["file_name"]), copies)
     new = material.reference("plus", shown=(3,), images=slice(20, 30))
-    words = ["DATASETS.OLD_IMAGES", str(copies), "METHOD.CALIBRATE.ENABLED", "True"]
-    train(add_config(tmp_path / "run", two, [new], test_all, *words))
+    cfg = add_config(tmp_path / "run", two, [new], test_all, "DATASETS.OLD_IMAGES", str(copies))
+    train(cfg)
     facts = json.loads((tmp_path / "run/phase2/train/stage.json").read_text())["facts"]
     kept = len(json.loads((two / "phase1/select/exemplars_phase1.json").read_text())["images"])
     assert facts["images"] == 10 + kept + 5
