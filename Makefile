@@ -39,10 +39,10 @@ demo: setup ## the main job on the embedded data set: under ten minutes on two c
 ABLATION = $(BIN)/cldetr sweep --share-first --set SCENARIO.ORDER seed LOG_PERIOD 100 REPORT False
 ablation: setup ## methods compared on the embedded data set, three to five orders: hours, resumable
 	$(BIN)/cldetr shapes --out datasets/shapes
-	$(ABLATION) --seeds 0 1 2 3 4 --out output/ablation ablation ablation_completion
+	$(ABLATION) --seeds 0 1 2 3 4 --out output/ablation ablation ablation_recommended ablation_completion
 	$(ABLATION) --seeds 0 1 2 --out output/ablation --table ablation
-	$(ABLATION) SCENARIO.NAME 7+1x3 --seeds 0 1 2 3 4 --out output/ablation ablation ablation_completion
-	$(ABLATION) SCENARIO.NAME 7+1x3 --seeds 0 1 2 --out output/ablation ablation_dkd ablation_finetune
+	$(ABLATION) SCENARIO.NAME 7+1x3 --seeds 0 1 2 3 4 --out output/ablation ablation ablation_recommended
+	$(ABLATION) SCENARIO.NAME 7+1x3 --seeds 0 1 2 --out output/ablation ablation_dkd ablation_completion ablation_finetune
 
 # Three orders of each; WEIGHTS is a file of MobileNetV2's ImageNet weights where torchvision's
 # cannot be downloaded (tools/mobilenet_v2_weights.py).
