@@ -1,5 +1,6 @@
 """Sweeps: what runs, what is shared, skipped and refused, here and as jobs of a cluster."""
 
+import csv
 import dataclasses
 import json
 import pickle
@@ -290,6 +291,11 @@ def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(
     stage = json.loads((other / "phase1/train/stage.json").read_text())
     assert stage["facts"]["given"] == str(tiny / "phase1/train/model.pth")
     assert (out / "table.tex").read_text().startswith("\\begin{tabular}")
+    lines = list(csv.DictReader((out / "runs.csv").open()))
+    assert [(line["config"], line["seed"]) for line in lines] == [("tiny", "0"), ("second", "0")]
+    results = json.loads((other / "results.json").read_text())
+    assert float(lines[1]["old.AP"]) == results["phases"][1]["old"]["AP"]
+    assert float(lines[1]["phase1.AP"]) == results["phases"][0]["all"]["AP"]
     assert "2 methods on 3+1" in (out / "report/index.html").read_text()
     assert (other / "report/index.html").exists()  # drawn by the run itself
     assert not (tiny / "report").exists()

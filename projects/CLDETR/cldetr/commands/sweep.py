@@ -31,6 +31,7 @@ from cldetr.report.sweep_table import (
     latex,
     own_rows,
     paper_tables,
+    runs_csv_text,
     table_rows,
 )
 
@@ -206,12 +207,13 @@ def _write_table(args: argparse.Namespace, results: Mapping[str, RUNS], refused:
     if refused:
         text += "\nNot shown, because the directory contains a different run:\n\n"
         text += "".join(f"- {line}\n" for line in refused)
-    for suffix, content in {
-        "md": text + "\n" + _provenance(args),
-        "csv": csv_text(rows, columns),
-        "tex": latex(rows, columns),
+    for name, content in {
+        "table.md": text + "\n" + _provenance(args),
+        "table.csv": csv_text(rows, columns),
+        "table.tex": latex(rows, columns),
+        "runs.csv": runs_csv_text(results, columns),
     }.items():
-        with atomic_path(args.out / f"table.{suffix}") as partial:
+        with atomic_path(args.out / name) as partial:
             partial.write_text(content, encoding="utf-8")
     print(text)
 

@@ -177,6 +177,19 @@ def csv_text(rows: Sequence[Row], columns: Sequence[str]) -> str:
     return text.getvalue()
 
 
+def runs_csv_text(found: Mapping[str, RUNS], columns: Sequence[str]) -> str:
+    """One line for each finished run, in full precision: what the table takes its means of."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["config", "scenario", "seed", "phase1.AP", *columns])
+    for name, runs in found.items():
+        for seed, results in sorted(runs.items()):
+            first = (results["phases"][0]["all"] or {}).get("AP")
+            values = [value_of(results, column) for column in columns]
+            writer.writerow([name, results["scenario"], seed, first, *values])
+    return text.getvalue()
+
+
 def title(column: str) -> str:
     """A metric as a table's head: `all.AP` is AP, `old.APs` old AP_S, `fpp.AP` FPP."""
     group, metric = column.split(".")
