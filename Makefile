@@ -44,20 +44,24 @@ ablation: setup ## methods compared on the embedded data set, three to five orde
 	$(ABLATION) SCENARIO.NAME 7+1x3 --seeds 0 1 2 3 4 --out output/ablation ablation ablation_recommended
 	$(ABLATION) SCENARIO.NAME 7+1x3 --seeds 0 1 2 --out output/ablation ablation_dkd ablation_completion ablation_finetune
 
-# Three orders of each; WEIGHTS is a file of MobileNetV2's ImageNet weights where torchvision's
-# cannot be downloaded (tools/mobilenet_v2_weights.py).
+# WEIGHTS is a file of MobileNetV2's ImageNet weights where torchvision's cannot be downloaded
+# (tools/mobilenet_v2_weights.py).
 PRETRAINED = output/real/pretrain/phase1/train/model.pth
-REAL = $(BIN)/cldetr sweep --table photographs --seeds 0 1 2 --share-first \
-	--set LOG_PERIOD 50 REPORT False MODEL.WEIGHTS $(PRETRAINED)
-CARDS = DATASETS.TRAIN "['voc:$(DATA)/cards_320/trainval']" DATASETS.TEST "['voc:$(DATA)/cards_320/test']"
-AQUARIUM = DATASETS.TRAIN "['yolo:$(DATA)/aquarium_320/data.yaml/train']" \
-	DATASETS.TEST "['yolo:$(DATA)/aquarium_320/data.yaml/val']"
+REAL = $(BIN)/cldetr sweep --share-first --set LOG_PERIOD 50 REPORT False MODEL.WEIGHTS $(PRETRAINED)
+CARDS = $(REAL) SCENARIO.NAME 3+3 DATASETS.TRAIN "['voc:$(DATA)/cards_320/trainval']" \
+	DATASETS.TEST "['voc:$(DATA)/cards_320/test']" --out output/real/cards
+AQUARIUM = $(REAL) DATASETS.TRAIN "['yolo:$(DATA)/aquarium_320/data.yaml/train']" \
+	DATASETS.TEST "['yolo:$(DATA)/aquarium_320/data.yaml/val', 'yolo:$(DATA)/aquarium_320/data.yaml/test']"
+AQUARIUM_4_3 = $(AQUARIUM) SCENARIO.NAME 4+3 --out output/real/aquarium
+AQUARIUM_3_2_2 = $(AQUARIUM) SCENARIO.NAME 3+2x2 --out output/real/aquarium_3_phases
 real: setup ## experiments on photographs, DATA=FOLDER with cards_320 and aquarium_320: hours, resumable
 	@test -d "$(DATA)" || { echo "give the folder of cards_320 and aquarium_320: make real DATA=DIR" >&2; exit 2; }
 	$(MAKE) $(PRETRAINED)
-	$(REAL) SCENARIO.NAME 3+3 $(CARDS) --out output/real/cards
-	$(REAL) SCENARIO.NAME 4+3 $(AQUARIUM) --out output/real/aquarium
-	$(REAL) SCENARIO.NAME 3+2x2 $(AQUARIUM) --out output/real/aquarium_3_phases
+	$(CARDS) --table photographs --seeds 0 1 2
+	$(AQUARIUM_4_3) photographs_finetune photographs_recommended --seeds 0 1 2 3 4
+	$(AQUARIUM_4_3) --table photographs --seeds 0 1 2
+	$(AQUARIUM_3_2_2) photographs photographs_finetune photographs_recommended --seeds 0 1 2
+	$(AQUARIUM_3_2_2) --table photographs --seeds 0
 
 $(PRETRAINED): # the transformer learns to find shapes before it sees photographs
 	$(BIN)/cldetr shapes --size 192 --smallest 0.05 --most-objects 16 --out datasets/shapes_192
