@@ -43,11 +43,11 @@ ABLATION_7_1_1_1 = $(ABLATION) SCENARIO.NAME 7+1x3 --out output/ablation
 ablation: setup ## methods compared on the embedded data set, three to five orders: hours, resumable
 	$(BIN)/cldetr shapes --out datasets/shapes
 	$(ABLATION_7_3) ablation ablation_recommended --seeds 0 1 2 3 4
-	$(ABLATION_7_3) --table ablation --seeds 0 1 2
+	$(ABLATION_7_3) ablation_joint --table ablation --seeds 0 1 2
 	$(ABLATION_7_1_1_1) ablation ablation_recommended --seeds 0 1 2 3 4
-	$(ABLATION_7_1_1_1) --table ablation --seeds 0 1 2
-	$(ABLATION_7_3) --table ablation --seeds 0 1 2 3 4 --table-only
-	$(ABLATION_7_1_1_1) --table ablation --seeds 0 1 2 3 4 --table-only
+	$(ABLATION_7_1_1_1) ablation_joint_4_phases --table ablation --seeds 0 1 2
+	$(ABLATION_7_3) ablation_joint --table ablation --seeds 0 1 2 3 4 --table-only
+	$(ABLATION_7_1_1_1) ablation_joint_4_phases --table ablation --seeds 0 1 2 3 4 --table-only
 
 # WEIGHTS is a file of MobileNetV2's ImageNet weights where torchvision's cannot be downloaded
 # (tools/mobilenet_v2_weights.py).

@@ -71,6 +71,17 @@ def test_the_papers_figures_stand_beside_ours():
     assert cells == ["25.0", "24.5", "0.3"]
 
 
+def test_a_run_that_the_table_does_not_have_stands_below_its_rows():
+    table = paper_tables()["ablation"]
+    found = {
+        "mine": {0: results(41.0, "my method")},
+        "ablation": {0: results(40.0), 1: results(42.0)},
+    }
+    rows = table_rows(table, found)
+    assert [row.label for row in rows] == [*(row.label for row in table.rows), "my method"]
+    assert rows[-1].change == (1.0, None)  # in the order that both have
+
+
 def test_latex_escapes_what_it_must():
     rows = own_rows({"a": {0: results(40.0, "R&D_1 50%")}})
     assert "R\\&D\\_1 50\\%" in latex(rows, ["all.AP"])

@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--table",
         choices=list(paper_tables()),
-        help="the rows of a table instead of CONFIG, with the paper's figures beside them",
+        help="the rows of a table, with the paper's figures beside them; those of CONFIG below",
     )
     parser.add_argument(
         "--seeds",
@@ -106,9 +106,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs what is not finished, prints the table and writes it as Markdown, CSV and LaTeX."""
-    if bool(args.configs) == bool(args.table):
+    if not (args.configs or args.table):
         raise InputError("give configs, or a table with --table")
-    names = paper_tables()[args.table].runs() if args.table else args.configs
+    names = [*(paper_tables()[args.table].runs() if args.table else []), *args.configs]
     weights = _weights(args.weights)
     experiments = [_experiment(name, args.set, weights) for name in names]
     parameters = {name: yaml.safe_load(value) for name, value in _pairs(args.job, "--job")}
@@ -222,7 +222,8 @@ def _provenance(args: argparse.Namespace) -> str:
     """What a reader needs to make the table again."""
     words = [
         "cldetr sweep",
-        *([f"--table {args.table}"] if args.table else map(str, args.configs)),
+        *args.configs,
+        *([f"--table {args.table}"] if args.table else []),
         *("--seeds", *map(str, args.seeds)),
         *(["--share-first"] if args.share_first else []),
         *(["--weights", *args.weights] if args.weights else []),

@@ -108,11 +108,10 @@ def own_rows(found: Mapping[str, RUNS], columns: Sequence[str] = COLUMNS) -> lis
         columns: metrics.
     """
     reference = next(iter(found.values()), {})
-    methods = {name: next(iter(runs.values()))["method"] for name, runs in found.items()}
-    shared = [method for method, count in Counter(methods.values()).items() if count > 1]
+    labels = _labels(found)
     return [
         Row(
-            name if methods[name] in shared else methods[name],
+            labels[name],
             len(runs),
             _measured(runs, columns),
             None if runs is reference else _change(runs, reference),
@@ -126,9 +125,13 @@ def table_rows(table: PaperTable, found: Mapping[str, RUNS]) -> list[Row]:
 
     Args:
         table: the table.
-        found: results by the name of a run and by seed.
+        found: results by the name of a run and by seed; runs that the table does not have get a
+            row below its own.
     """
-    runs = [found.get(row.run or "", {}) for row in table.rows]
+    others = {name: runs for name, runs in found.items() if name not in table.runs()}
+    labels = _labels(others)
+    table_and_others = [*table.rows, *(PaperRow(labels[name], name) for name in others)]
+    runs = [found.get(row.run or "", {}) for row in table_and_others]
     return [
         Row(
             row.label,
@@ -137,7 +140,7 @@ def table_rows(table: PaperTable, found: Mapping[str, RUNS]) -> list[Row]:
             _change(own, runs[0]) if table.change and own is not runs[0] else None,
             row.figures,
         )
-        for row, own in zip(table.rows, runs, strict=True)
+        for row, own in zip(table_and_others, runs, strict=True)
     ]
 
 
@@ -206,6 +209,13 @@ def value_of(results: Mapping[str, Any], column: str) -> float | None:
     return scores.get(metric) if isinstance(scores, Mapping) else scores
 
 
+def _labels(found: Mapping[str, RUNS]) -> dict[str, str]:
+    """What each config calls its method; the config's name where two agree in that."""
+    methods = {name: next(iter(runs.values()))["method"] for name, runs in found.items()}
+    uses = Counter(methods.values())
+    return {name: name if uses[method] > 1 else method for name, method in methods.items()}
+
+
 def _measured(runs: RUNS, columns: Sequence[str]) -> dict[str, Figure | None]:
     return {
         column: _figure([value_of(results, column) for results in runs.values()])
@@ -230,4 +240,5 @@ def _show(figure: Figure | None, sign: str = "") -> str:
     if figure is None:
         return "–"
     mean, half = figure
+    mean = round(mean, 1) + 0.0  # no "-0.0"
     return f"{mean:{sign}.1f}" + ("" if half is None else f" ± {half:.1f}")
