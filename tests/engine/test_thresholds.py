@@ -60,7 +60,7 @@ def test_classes_without_scores_are_named_with_their_threshold(
     assert set(stored(tmp_path)["thresholds"].values()) == {0.4}
     assert len(stored(tmp_path)["fallback"]) == 3
     names = ", ".join(stored(tmp_path)["fallback"])
-    assert f"fewer than 10 scores of at least 0.4 for {names}" in caplog.text
+    assert f"fewer than 10 different scores of at least 0.4 for {names}" in caplog.text
 
 
 @pytest.mark.slow

@@ -244,15 +244,23 @@ def test_a_distillation_loss_cannot_do_with_recorded_predictions(loss):
 
 
 def test_a_loss_on_prototypes_needs_a_detector_that_classifies_states(detector, monkeypatch):
+    method = Method(distill=DistillRule("rank"))
+    method.check(detector)
     monkeypatch.delattr(DeformableDETR, "classify")
     with pytest.raises(InputError, match="define `classify` in DeformableDETR"):
-        Learner(
-            detector,
-            seen=range(CLASSES),
-            teacher=freeze(detector, [0, 1]),
-            teacher_classes=[0, 1],
-            distill=DistillRule("rank"),
-        )
+        method.check(detector)
+    Method(distill=DistillRule("topology")).check(detector)
+
+
+def test_a_distillation_loss_keeps_no_scores_of_new_classes():
+    with pytest.raises(InputError, match=r"METHOD\.PSEUDO\.ANY_CLASS.*set it to False"):
+        Method(pseudo=PseudoRule(any_class=True), distill=DistillRule("rank"))
+
+
+@pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+def test_the_weight_of_a_distillation_loss_is_a_number_from_zero(weight):
+    with pytest.raises(InputError, match=r"METHOD\.DISTILL\.WEIGHT"):
+        DistillRule(weight=weight)
 
 
 def test_a_query_is_classified_as_the_detector_does(detector):

@@ -1,5 +1,6 @@
 """Detectors of Hugging Face transformers behind our seam, against our own and against theirs."""
 
+import dataclasses
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ from PIL import Image
 from cldetr.analysis.predict import Predictor
 from cldetr.config import default_config
 from cldetr.errors import InputError
-from cldetr.methods.distill import DistillRule
+from cldetr.methods.distill import LOSSES, DistillRule
 from cldetr.methods.learner import Learner, freeze
 from cldetr.methods.matching import MatcherRule
 from cldetr.methods.method import CLDETR, CalibrationRule, Method
@@ -306,16 +307,18 @@ def test_groups_of_queries_are_matched_each_on_its_own(name, folder, batch_of):
     torch.manual_seed(3)
     whole = detector._forward(images).output
     assert whole.logits.shape[2] == 3 * 12
-    each = [
-        detector.criterion(
-            DetrOutput(
-                whole.logits[:, :, 12 * group : 12 * group + 12],
-                whole.boxes[:, :, 12 * group : 12 * group + 12],
-            ),
-            targets,
+    each = []
+    for group in range(3):
+        queries = slice(12 * group, 12 * group + 12)
+        encoder, decoder = (
+            detector.criterion(
+                DetrOutput(whole.logits[layers, :, queries], whole.boxes[layers, :, queries]),
+                targets,
+            )
+            for layers in (slice(0, 1), slice(1, None))
         )
-        for group in range(3)
-    ]
+        each.append(decoder | {f"{key}_enc": value for key, value in encoder.items()})
+    assert losses.keys() == each[0].keys()
     for key, value in losses.items():
         torch.testing.assert_close(value, sum(group[key] for group in each) / 3)
     torch.testing.assert_close(output.logits, whole.logits[:, :, :12])
@@ -415,8 +418,12 @@ def test_query_by_query_distillation_needs_queries_that_stay(name, folder):
 
 def test_native_losses_take_hard_labels_of_all_classes(folder, batch_of):
     detector = build(folder("rt_detr"), MODEL__HUGGINGFACE__LOSS="native").train()
-    with pytest.raises(InputError, match=r"PSEUDO.SOFT to False.*\n.*UNSEEN to negative"):
+    told = r"^HuggingFaceDetector cannot.*\n.*PSEUDO.SOFT to False.*\n.*UNSEEN to negative"
+    with pytest.raises(InputError, match=told):
         CLDETR.check(detector)
+    lowered = PseudoRule(soft=False, calibrated=True)
+    with pytest.raises(InputError, match=r"PSEUDO.CALIBRATED to False"):
+        Method(pseudo=lowered, unseen="negative").check(detector)
     soft = CalibrationRule(complete=PseudoRule(soft=True))
     with pytest.raises(InputError, match=r"CALIBRATE.COMPLETE.SOFT to False"):
         Method(memory=CLDETR.memory, calibrate=soft, unseen="negative").check(detector)
@@ -425,19 +432,61 @@ def test_native_losses_take_hard_labels_of_all_classes(folder, batch_of):
     )
     with pytest.raises(InputError, match=r"WEIGHTED to False.*\n.*MATCHER.ENABLED to False"):
         weighed.check(detector)
+    balanced = Method(pseudo=PseudoRule(soft=False, balance=0.5), unseen="negative")
+    with pytest.raises(InputError, match=r"^HuggingFaceDetector cannot.*\n.*BALANCE to 0"):
+        balanced.check(detector)
     Method(pseudo=PseudoRule(soft=False), unseen="negative").check(detector)
     images, targets = batch_of(detector)
     with pytest.raises(InputError, match="UNSEEN to negative"):
         detector.losses(images, targets, torch.tensor([True, False, True]))
     probs = torch.eye(3)[targets[0].labels]
-    with pytest.raises(InputError, match=r"PSEUDO.SOFT to False"):
+    with pytest.raises(InputError, match=r"PSEUDO.SOFT and METHOD.PSEUDO.CALIBRATED to False"):
         detector.losses(images, [Target(targets[0].labels, targets[0].boxes, probs), targets[1]])
 
 
-def test_our_two_stage_detector_refuses_query_by_query_distillation(tiny_config):
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_two_stage_detector_takes_no_loss_that_compares_query_by_query(tiny_config, loss):
     detector = build_model(tiny_config(WITH_BOX_REFINE=True, TWO_STAGE=True))
-    with pytest.raises(InputError, match="depend on the image"):
-        Method(distill=DistillRule()).check(detector)
+    method = Method(distill=DistillRule(loss))
+    if loss == "rank":  # compares prototypes of classes
+        method.check(detector)
+    else:
+        with pytest.raises(InputError, match="depend on the image"):
+            method.check(detector)
+
+
+@pytest.mark.parametrize("loss", ["topology", "response"])
+@pytest.mark.parametrize("name", ["detr", "deformable_detr", "yolos"])
+def test_losses_on_states_and_on_all_layers_train(name, loss, folder, example):
+    student, teacher = build(folder(name)).train(), build(folder(name))
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    learner = Learner(
+        student,
+        seen=range(3),
+        teacher=freeze(teacher, range(3)),
+        teacher_classes=range(3),
+        distill=DistillRule(loss, min_score=0.0),
+    ).train()
+    batch = [{**example(64, 64, 3, classes=3), "classes": range(3)} for _ in range(2)]
+    found = learner(batch)[f"loss_kd_{loss}"]
+    found.backward()
+    assert found.isfinite()
+    assert loss == "topology" or found > 0  # which takes three classes that the teacher finds
+
+
+def test_the_encoders_choice_of_queries_is_matched_at_any_iou(folder, batch_of):
+    detector = build(folder("rt_detr")).train()
+    images, targets = batch_of(detector)
+    targets = [
+        dataclasses.replace(target, min_iou=torch.ones_like(target.boxes[:, 0]))
+        for target in targets
+    ]
+    losses, _ = detector.losses(images, targets)
+    assert losses["loss_bbox"] == 0.0  # no box is met exactly
+    assert losses["loss_bbox_0"] == 0.0
+    assert losses["loss_bbox_enc"] > 0.0
 
 
 def test_more_labels_than_queries_are_refused(folder, example):

@@ -129,7 +129,8 @@ def find_thresholds(
             classes = MetadataCatalog.get(names[0]).thing_classes
             if found.fallback:
                 logger.warning(
-                    "fewer than %d scores of at least %g for %s: their threshold is SCORE, %g",
+                    "fewer than %d different scores of at least %g for %s: their threshold is "
+                    "METHOD.PSEUDO.SCORE, %g",
                     MIN_SCORES,
                     learner.rule.score_floor,
                     ", ".join(classes[label] for label in found.fallback),

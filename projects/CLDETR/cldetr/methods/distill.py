@@ -9,6 +9,7 @@ classes, m old classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -63,10 +64,17 @@ class DistillRule:
             raise InputError(
                 f"unknown normaliser {self.normaliser!r}: choose {', '.join(NORMALISERS)}"
             )
+        if not 0.0 <= self.weight < math.inf:
+            raise InputError(f"METHOD.DISTILL.WEIGHT is at least 0, not {self.weight}")
         if self.temperature <= 0.0:
             raise InputError(f"METHOD.DISTILL.TEMPERATURE is above 0, not {self.temperature}")
         if not 0.0 <= self.min_score <= 1.0:
             raise InputError(f"METHOD.DISTILL.MIN_SCORE must lie in [0, 1], not {self.min_score}")
+
+    @property
+    def compares_queries(self) -> bool:
+        """Whether query j of both models must be about the same; prototypes of classes need not."""
+        return self.loss != "rank"
 
     @property
     def needs_head(self) -> bool:

@@ -84,11 +84,6 @@ class Learner(nn.Module):
                 on it nor labelled by the teacher.
         """
         super().__init__()
-        if distill is not None and distill.needs_head and not detector.has_classify:
-            raise InputError(
-                f"METHOD.DISTILL.LOSS {distill.loss} asks the class head about prototypes: define "
-                f"`classify` in {type(detector).__name__}"
-            )
         self.detector = detector
         self.rule = rule
         self.distill = distill
@@ -151,8 +146,9 @@ class Learner(nn.Module):
     def label(self, parts: Sequence[list[dict[str, Any]]]) -> list[LabelledBatch]:
         """Labels the parts of a step's batch, so that their losses sum up to that of the whole.
 
-        Each part is divided by its share of the boxes of the whole step. Makes collective calls:
-        every process comes by here in every step, whatever its predictions are like.
+        Each part is divided by its share of the boxes of the whole step; distillation losses but
+        LwF's are means or prototypes of the part alone. Makes collective calls: every process comes
+        by here in every step, whatever its predictions are like.
         """
         truths, labelled = [], []
         for batched_inputs in parts:

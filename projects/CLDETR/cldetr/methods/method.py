@@ -120,6 +120,11 @@ class Method:
                 "a distillation loss compares query by query on the same augmented image, so the "
                 "old model must run in every step: set METHOD.PSEUDO.CACHE to False"
             )
+        if self.distill is not None and self.pseudo is not None and self.pseudo.any_class:
+            raise InputError(
+                "METHOD.PSEUDO.ANY_CLASS lets the old model answer for new classes, too, and a "
+                "distillation loss would keep their untrained scores: set it to False"
+            )
         if self.joint and (self.needs_teacher or self.memory or self.calibrate):
             raise InputError("joint training sees all data: it takes no old model and no memory")
         if self.reveal_old and (self.needs_teacher or self.joint):
@@ -127,13 +132,19 @@ class Method:
 
     def check(self, detector: Detector) -> None:
         """Refuses, before anything is trained, what a detector cannot do."""
-        name, problems = type(detector).__name__, []
-        if self.distill is not None and not detector.fixed_queries:
+        architecture, problems = type(detector).__name__, []
+        distill = self.distill
+        if distill is not None and distill.compares_queries and not detector.fixed_queries:
             problems.append(
-                "METHOD.DISTILL compares query j of the old model with query j of the new one, "
-                f"but the queries of this {name} depend on the image, so that they have nothing to "
-                "do with each other: distil by pseudo-labels, METHOD.PSEUDO "
-                "(configs/method/dkd.yaml)"
+                f"METHOD.DISTILL.LOSS {distill.loss} compares query j of the old model with query "
+                f"j of the new one, but the queries of this {architecture} depend on the image, so "
+                "that they have nothing to do with each other: distil by pseudo-labels, "
+                "METHOD.PSEUDO (configs/method/dkd.yaml)"
+            )
+        if distill is not None and distill.needs_head and not detector.has_classify:
+            problems.append(
+                f"METHOD.DISTILL.LOSS {distill.loss} asks the class head about prototypes: define "
+                f"`classify` in {architecture}"
             )
         if self.distill is not None and detector.query_groups > 1:
             problems.append(
@@ -145,17 +156,23 @@ class Method:
         rules = {"METHOD.PSEUDO": self.pseudo, "METHOD.CALIBRATE.COMPLETE": complete}
         ours = "or MODEL.HUGGINGFACE.LOSS to ours"
         for key, rule in rules.items():
-            if rule is not None and rule.soft and detector.plain_labels_only:
-                problems.append(
-                    f"{key}.SOFT labels with distributions over the classes, but the model's own "
-                    f"loss takes one class per box: set {key}.SOFT to False, {ours}"
-                )
-            weighting = {"WEIGHTED": "False", "BALANCE": "0"}
-            for name, off in weighting.items() if detector.plain_labels_only else ():
-                if rule is not None and getattr(rule, name.lower()):
+            if rule is None or not detector.plain_labels_only:
+                continue
+            refused = {
+                "SOFT": (
+                    "False",
+                    "labels with distributions over the classes",
+                    "one class per box",
+                ),
+                "CALIBRATED": ("False", "lowers the scores of labels", "one class per box"),
+                "WEIGHTED": ("False", "weights labels", "no weights"),
+                "BALANCE": ("0", "weights labels", "no weights"),
+            }
+            for option, (off, does, takes) in refused.items():
+                if getattr(rule, option.lower()):
                     problems.append(
-                        f"{key}.{name} weights labels, but the model's own loss takes no weights: "
-                        f"set {key}.{name} to {off}, {ours}"
+                        f"{key}.{option} {does}, but the model's own loss takes {takes}: "
+                        f"set {key}.{option} to {off}, {ours}"
                     )
         if self.matcher is not None and detector.plain_labels_only:
             problems.append(
@@ -173,7 +190,8 @@ class Method:
                 f"model's own loss cannot: set METHOD.UNLABELLED to background, {ours}"
             )
         if problems:
-            raise InputError.listing(f"{name} cannot be trained with this method:", problems)
+            heading = f"{architecture} cannot be trained with this method:"
+            raise InputError.listing(heading, problems)
 
     @property
     def needs_teacher(self) -> bool:

@@ -9,6 +9,7 @@ Shape shorthand: L layers, B images, Q queries, G groups of queries, K classes, 
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -224,7 +225,8 @@ class HuggingFaceDetector(Detector):
         """Computes the losses of a batch: ours, or the model's own (`MODEL.HUGGINGFACE.LOSS`)."""
         if self.native_loss:
             return self._native_losses(images, targets, class_mask)
-        output = self._forward(images).output
+        found = self._forward(images)
+        output = found.output
         if not is_finite(output):
             self.criterion.normaliser(targets, output.logits.device)  # other processes wait in it
             return nan_losses(output), None
@@ -239,7 +241,15 @@ class HuggingFaceDetector(Detector):
         if class_mask is not None and class_mask.ndim > 1:  # of each image
             class_mask = class_mask.repeat_interleave(groups, dim=0)
         with self.criterion.normalised_by(num_boxes * groups):
-            losses = self.criterion(folded, repeated, class_mask=class_mask)
+            if not found.encoder_layer:
+                return self.criterion(folded, repeated, class_mask), self._first_group(output)
+            losses = self.criterion(folded.from_layer(1), repeated, class_mask)
+            if self.criterion.aux_loss:
+                # The encoder's choice of queries is coarse: any IoU will do, as for proposals.
+                first = DetrOutput(folded.logits[:1], folded.boxes[:1])
+                free = [dataclasses.replace(target, min_iou=None) for target in repeated]
+                encoder = self.criterion(first, free, class_mask)
+                losses |= {f"{name}_enc": value for name, value in encoder.items()}
         return losses, self._first_group(output)
 
     def scores(self, logits: Tensor) -> Tensor:
@@ -298,9 +308,11 @@ class HuggingFaceDetector(Detector):
         if self.two_stage:
             boxes = found.enc_outputs_coord_logits.sigmoid()
             output.proposals = DetrOutput(found.enc_outputs_class[None], boxes[None])
-        if not self.training:
+        if self.fixed_queries or not self.training:  # others train with more queries than these
             output.features = found.last_hidden_state[:, -self.num_queries :]
-        return _ForwardResult(output, caught[0].denoising, found.loss, found.loss_dict or {})
+        return _ForwardResult(
+            output, caught[0].encoder_layer, caught[0].denoising, found.loss, found.loss_dict or {}
+        )
 
     def _native_losses(
         self, images: ImageBatch, targets: Sequence[Target], class_mask: Tensor | None
@@ -311,7 +323,8 @@ class HuggingFaceDetector(Detector):
             )
         if any(target.probs is not None for target in targets):
             raise InputError(
-                "the model's own loss takes hard labels: set METHOD.PSEUDO.SOFT to False"
+                "the model's own loss takes hard labels: set METHOD.PSEUDO.SOFT and "
+                "METHOD.PSEUDO.CALIBRATED to False"
             )
         found = self._forward(images, targets)
         output = found.output
@@ -346,6 +359,7 @@ class HuggingFaceDetector(Detector):
 @dataclass
 class _ForwardResult:
     output: DetrOutput  # with all queries that training has
+    encoder_layer: bool  # whether its first layer is the encoder's choice of queries
     denoising: bool  # whether the first of them are labels with noise
     loss: Tensor
     terms: dict[str, Tensor]
@@ -356,6 +370,7 @@ class _LossArguments:
     """What the models hand to their loss functions, in one form."""
 
     output: DetrOutput
+    encoder_layer: bool
     denoising: bool
 
     @classmethod
@@ -368,11 +383,12 @@ class _LossArguments:
             classes, coordinates = classes.transpose(0, 1), coordinates.transpose(0, 1)
             first = kwargs["enc_topk_logits"], kwargs["enc_topk_bboxes"]
         denoising = kwargs.get("denoising_meta_values") is not None
-        if first[0] is not None and first[1] is not None and not denoising:
-            # The encoder's choice of queries, with classes of its own, is taught as a layer.
-            classes = torch.cat([first[0][None], classes])
-            coordinates = torch.cat([first[1][None], coordinates])
-        return cls(DetrOutput(classes, coordinates), denoising)
+        if first[0] is None or first[1] is None or denoising:
+            return cls(DetrOutput(classes, coordinates), False, denoising)
+        # The encoder's choice of queries, with classes of its own, is taught as a layer.
+        classes = torch.cat([first[0][None], classes])
+        coordinates = torch.cat([first[1][None], coordinates])
+        return cls(DetrOutput(classes, coordinates), True, denoising)
 
 
 def _finite(value: Any) -> Any:
