@@ -62,7 +62,9 @@ There are three ways to say which classes and images each phase gets:
    On a command line: `SCENARIO.PHASES "[[car, bus, truck], [bicycle]]"`.
 3. **By data set.** With several entries in `DATASETS.TRAIN` each is a phase with images of its own.
    Categories are matched by name; each is learnt in the first data set that has an object of it.
-   The rest of `SCENARIO` is ignored, except for `HOLD_OUT`.
+   `NAME`, `PHASES`, `ORDER`, `CLASS_SEED` and `PARTIAL` are then ignored.
+   `SCENARIO.PROTOCOL domains` makes each data set a domain with the same categories; `extend` adds
+   their categories to `MODEL.DETECTOR`.
 
 With the first two, `SCENARIO.PROTOCOL` divides the images. `strict` shuffles them by `DATA_SEED`
 and gives each to one phase, in proportion to the phases' class counts. `traditional` gives a phase

@@ -46,10 +46,10 @@ class ScenarioSettings:
         order: of the classes: "id", "seed", "released" or "psedet".
         class_seed: of the class order "seed".
         data_seed: of the division of the images.
-        phases: category names of each phase, instead of `name`.
+        phases: category names of each phase, instead of NAME.
         partial: allow categories that no phase learns, such as the stray one of an export. Their
             objects stay unannotated.
-        hold_out: share of the training images, drawn by `data_seed`, that no phase sees. They are
+        hold_out: share of the training images, drawn by DATA_SEED, that no phase sees. They are
             the data set "hold_out" of DATASETS.TEST, to choose settings by.
         known: of the protocol "extend": categories that the detector knows and the new data
             annotate are kept as they are, "keep", or trained on these annotations, too, "refresh".

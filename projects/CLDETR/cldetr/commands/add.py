@@ -16,9 +16,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--detector",
         required=True,
-        metavar="FILE|RUN",
-        help="weights of a run or of `cldetr convert`, or a finished run: then its exemplars are "
-        "used, too",
+        metavar="DETECTOR",
+        help="a DETR: weights of a run or of `cldetr convert`, a folder of Hugging Face "
+        "transformers, or a finished run, whose exemplars are used, too",
     )
     parser.add_argument(
         "--data",

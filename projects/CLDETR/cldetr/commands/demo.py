@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         print("\n" + format_table(load_results(job.folder / "results.json")))
     page = write_comparison([read_run(job.folder) for job in (plain, ours)], args.out / "report")
     print(
-        "\nThe old classes after phase 2 are what fine-tuning forgets and CL-DETR keeps.\n"
+        "\nThe old classes after phase 2 are what fine-tuning forgets and our method keeps.\n"
         f"Both side by side: {page}. Each by itself: {ours.folder / 'report/index.html'} and "
         f"{plain.folder / 'report/index.html'}.\n"
         f"{(time.monotonic() - begin) / 60:.1f} minutes."
@@ -54,10 +54,10 @@ def _job(name: str, config: str, out: Path, *overrides: str) -> Job:
 
 
 def _train(ours: Job, plain: Job) -> None:
-    """Runs both jobs, CL-DETR on the console and fine-tuning into a file."""
+    """Runs both jobs, our method on the console and fine-tuning into a file."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     plain.folder.mkdir(parents=True, exist_ok=True)
-    print(f"CL-DETR trains in {ours.folder}; fine-tuning follows beside it in {plain.folder}")
+    print(f"Our method trains in {ours.folder}; fine-tuning follows beside it in {plain.folder}")
     with open(plain.folder / "console.txt", "ab") as console:
         running = {ours: subprocess.Popen(ours.command(), env=env)}
         try:

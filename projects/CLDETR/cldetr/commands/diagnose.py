@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="instead: a model; with --config-file, --out",
     )
     parser.add_argument("--config-file", metavar="FILE", help="the config of the run to be")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="where to write (default: RUN)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="where to write, with --weights; else into RUN"
+    )
     parser.add_argument("--phase", type=int, help="label the images of this phase (default: all)")
     parser.add_argument(
         "--on",
@@ -34,7 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, default=1000, help="number of images (default: 1000)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto (a GPU, if any)")
     parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY", help="overrides of the config, KEY VALUE …"
+        "--set",
+        nargs="+",
+        default=[],
+        metavar="KEY VALUE",
+        help="overrides of --config-file, with --weights",
     )
 
 
@@ -45,6 +51,11 @@ def run(args: argparse.Namespace) -> int:
     if (args.run_dir is None) == (args.weights is None):
         raise InputError("give a run directory, or --weights with --config-file and --out")
     if args.run_dir is not None:
+        if args.out or args.config_file or args.set:
+            raise InputError(
+                "--out, --config-file and --set go with --weights: a run has its own config and "
+                "keeps the result; remove them"
+            )
         found = diagnose_run(
             args.run_dir,
             phases=None if args.phase is None else [args.phase],

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         required=True,
         metavar="FILE",
-        help="model.pth of a run, or a folder of transformers",
+        help="model.pth of a run, or a folder of Hugging Face transformers",
     )
     parser.add_argument(
         "--out", type=Path, required=True, metavar="PATH", help="a .pt2 or .onnx file, or a folder"
@@ -40,9 +40,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs=2,
         metavar=("HEIGHT", "WIDTH"),
-        help="pt2, onnx: of the input images: the exported detector takes this size only",
+        help="the one size of the input images; pt2 needs it, onnx where the model is of one size",
     )
-    parser.add_argument("--config-file", metavar="FILE", help="the config of the weights")
+    parser.add_argument("--config-file", metavar="FILE", help="the config of the model")
 
 
 def run(args: argparse.Namespace) -> int:

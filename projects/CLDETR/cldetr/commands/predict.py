@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config-file",
         metavar="FILE",
-        help="the config of the weights; needed only where they lie outside of their run",
+        help="the config of the model; needed only for weights that do not name theirs",
     )
     parser.add_argument(
         "--short-side",

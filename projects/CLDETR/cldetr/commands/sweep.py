@@ -57,11 +57,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="each decides category order, data order and training (default: 0 1 2)",
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="DIR", help="folder of the runs and their table"
+    )
     parser.add_argument(
         "--share-first",
         action="store_true",
-        help="experiments with the same first phase train it once per seed",
+        help="train equal first phases once per seed",
     )
     parser.add_argument(
         "--weights",
@@ -92,7 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="for --cluster: timeout_min=2880 slurm_partition=gpu gpus_per_node=8 …",
     )
-    parser.add_argument("--set", nargs="*", default=[], metavar="KEY VALUE", help="overrides")
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY VALUE", help="overrides of all configs"
+    )
     parser.add_argument(
         "--plan",
         action="store_true",

@@ -51,7 +51,7 @@ on a CPU --num-gpus is the number of processes
         "--timeout",
         type=float,
         default=30.0,
-        help="minutes after which a process that waits in vain for another gives up",
+        help="minutes to wait for a process that shows no sign of life (default: 30)",
     )
     return parser
 

@@ -261,7 +261,7 @@ class Learner(nn.Module):
         truths: list[Target],
         batched_inputs: list[dict[str, Any]],
     ) -> list[Target]:
-        """Labels a batch by the teacher's predictions and merges (Alg. 1, lines 6-7)."""
+        """Labels a batch by the teacher's predictions and merges (Alg. 1, lines 5-7)."""
         assert self.rule is not None
         pseudo = self.pseudo_labels(teacher_output, batched_inputs)
         merged, counts = merge_batch(truths, pseudo, self.rule, limit=self.detector.num_queries)

@@ -30,7 +30,7 @@ class MemoryRule:
 
 @dataclass(frozen=True)
 class CalibrationRule:
-    """The second step of a phase: fine-tuning on the exemplars alone (Alg. 1, lines 14-18).
+    """The second step of a phase: fine-tuning on the exemplars alone (Alg. 1, lines 15-20).
 
     Attributes:
         complete: the paper's exemplars carry the labels of their own phase only, so that objects of
@@ -79,7 +79,7 @@ class Method:
         name: what tables call it.
         pseudo: labels from the old model (DKD), or None.
         distill: a loss against the old model's predictions, query by query (LwF, ERD), or None.
-        matcher: least IoUs of matched predictions and labels, or None: the Hungarian matcher.
+        matcher: minimum IoUs for matching predictions with labels, or None.
         average: a moving average of the weights, or None.
         memory: exemplars, or None.
         calibrate: the calibration step, or None. It needs a memory.

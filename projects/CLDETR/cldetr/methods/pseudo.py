@@ -54,10 +54,9 @@ class PseudoRule:
             they do not drown the labels of new classes. 0: as much as a true label, as in the
             paper; 1: all together at most twice as much as the true labels.
         calibrated: the best class counts as much as its score s is worth, σ(10·(s − 0.5)), as in
-            PseDet: a doubtful label pulls less. Not together with `soft`.
-        cache: ask the teacher once per image, before the stage and at test size, and carry its
-            predictions through the augmentation; else ask it in every step about the augmented
-            image.
+            PseDet: a doubtful label pulls less. Not together with SOFT.
+        cache: run the teacher once per image, before the stage and at test size, and transform its
+            predictions as the image is augmented; else run it in every step on the augmented image.
     """
 
     select: str = "topk"
