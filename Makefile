@@ -36,10 +36,11 @@ format: setup ## put the code in style
 demo: setup ## the main job on the embedded data set: under ten minutes on two cores
 	$(BIN)/cldetr demo
 
-# All methods in three orders, those that are compared in five; --table-only prints what all of them gave.
+# All methods in three orders, those that are compared in five; --table-only prints what all of them gave. Both
+# scenarios have the runs in one folder, so that they share first phases.
 ABLATION = $(BIN)/cldetr sweep --share-first --set SCENARIO.ORDER seed LOG_PERIOD 100 REPORT False
-ABLATION_7_3 = $(ABLATION) SCENARIO.NAME 7+3 --out output/ablation
-ABLATION_7_1_1_1 = $(ABLATION) SCENARIO.NAME 7+1x3 --out output/ablation
+ABLATION_7_3 = $(ABLATION) SCENARIO.NAME 7+3 --out output/ablation --tables output/ablation/7+3
+ABLATION_7_1_1_1 = $(ABLATION) SCENARIO.NAME 7+1x3 --out output/ablation --tables output/ablation/7+1x3
 ablation: setup ## methods compared on the embedded data set, three to five orders: hours, resumable
 	$(BIN)/cldetr shapes --out datasets/shapes
 	$(ABLATION_7_3) ablation ablation_recommended --seeds 0 1 2 3 4
@@ -67,6 +68,8 @@ real: setup ## experiments on photographs, DATA=FOLDER with cards_320 and aquari
 	$(AQUARIUM_4_3) --table photographs --seeds 0 1 2
 	$(AQUARIUM_3_2_2) photographs photographs_finetune photographs_recommended --seeds 0 1 2
 	$(AQUARIUM_3_2_2) --table photographs --seeds 0
+	$(AQUARIUM_4_3) --table photographs --seeds 0 1 2 3 4 --table-only
+	$(AQUARIUM_3_2_2) --table photographs --seeds 0 1 2 --table-only
 
 $(PRETRAINED): # the transformer learns to find shapes before it sees photographs
 	$(BIN)/cldetr shapes --size 192 --smallest 0.05 --most-objects 16 --out datasets/shapes_192

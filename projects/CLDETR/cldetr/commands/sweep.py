@@ -61,6 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="DIR", help="folder of the runs and their table"
     )
     parser.add_argument(
+        "--tables",
+        type=Path,
+        metavar="DIR",
+        help="folder of the table and the report, if not --out",
+    )
+    parser.add_argument(
         "--share-first",
         action="store_true",
         help="train equal first phases once per seed",
@@ -139,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
         _write_table(args, *collect(jobs))
     finished = [read_run(job.folder) for job in jobs if job.finished]
     if finished:
-        page = write_comparison(finished, args.out / "report")
+        page = write_comparison(finished, (args.tables or args.out) / "report")
         print(f"\nThe runs side by side: {page}")
     return 0
 
@@ -217,7 +223,7 @@ def _write_table(args: argparse.Namespace, results: Mapping[str, RUNS], refused:
         "table.tex": latex(rows, columns),
         "runs.csv": runs_csv_text(results, columns),
     }.items():
-        with atomic_path(args.out / name) as partial:
+        with atomic_path((args.tables or args.out) / name) as partial:
             partial.write_text(content, encoding="utf-8")
     print(text)
 
