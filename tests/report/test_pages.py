@@ -22,7 +22,16 @@ from cldetr.report.pages import write_comparison, write_run_page
 from cldetr.report.rundir import read_run
 from cldetr.train import show_run
 
-from .synthetic import confusion, curves, entry, run_of, two_domains, two_phases
+from .synthetic import (
+    confusion,
+    curves,
+    domain_confusion,
+    domain_curves,
+    entry,
+    run_of,
+    two_domains,
+    two_phases,
+)
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -162,6 +171,36 @@ def test_domains_have_a_table_and_a_plot_of_each_one(tmp_path):
     assert not (tmp_path / "figures/category_change.svg").exists()  # no category is new
     assert "AP on old domains" in page
     assert "AP, mean of domains" in page
+
+
+def test_categories_of_domains_are_confused_as_one_group(tmp_path):
+    run = run_of(two_domains(), confusion=domain_confusion(), curves=domain_curves())
+    page = write_run_page(run, tmp_path).read_text()
+    text = page[page.index("What is confused</h2>") : page.index("Precision and recall</h2>")]
+    words = re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)  # glyphs may spell anything
+    assert not re.search(r"\b(old|new)\b", words)
+    tables = re.findall(r"<table.*?</table>", text, flags=re.DOTALL)
+    total, largest = (re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", table) for table in tables)
+    assert total == [
+        *("objects", "right", "confused", "missed"),
+        *("96", "62.5% (60)", "18.8% (18)", "18.8% (18)"),  # 19 + 32 + 45 objects
+    ]
+    assert largest[:8] == [
+        *("true category", "detected as", "objects", "of its objects"),
+        *("bird", "cat", "7", "15.6%"),
+    ]
+    assert "All categories, IoU 0.5" in page
+    assert "Old categories" not in page
+
+
+def test_runs_over_domains_are_not_compared_by_old_and_new_categories(tmp_path):
+    domains = run_of(two_domains(), "domains", confusion=domain_confusion())
+    assert "What is confused" not in write_comparison([domains, domains], tmp_path).read_text()
+    classes = run_of(two_phases(), "classes", confusion=confusion())
+    page = write_comparison([domains, classes], tmp_path).read_text()
+    part = page[page.index("What is confused</h2>") :]
+    cells = re.findall(r"<td>([^<]*)</td>", part[: part.index("</table>")])
+    assert cells == ["58.8", "15.7", "19.6", "66.7", "15.6", "17.8"]  # of the run over classes
 
 
 def test_runs_over_domains_are_compared_domain_by_domain(tmp_path):

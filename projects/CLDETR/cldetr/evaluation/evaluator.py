@@ -92,6 +92,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         self._truth = truth
         self._scenario = scenario
         self._phase = phase
+        self._over_domains = scenario.protocol == "domains"
         self._restrict_images = restrict_images
         self._voc_metrics = voc_metrics
         self._confusion_score = confusion_score
@@ -199,14 +200,14 @@ class IncrementalEvaluator(DatasetEvaluator):
             "phase %d, detections of score %g and more: %s",
             self._phase,
             self._confusion_score,
-            describe_confusions(entry["confusion"]["summary"]),
+            describe_confusions(entry["confusion"]["summary"], self._over_domains),
         )
         return entry
 
     def _score(self, detections: Detections) -> dict[str, Any]:
         matching = match(self._truth, detections)
         voc = match_voc(self._truth, detections) if self._voc_metrics else None
-        if self._scenario.protocol == "domains":
+        if self._over_domains:
             return self._score_domains(matching, voc, detections)
         # Ascending, as pycocotools sorts its catIds: the means are then equal to the last bit.
         seen = np.sort(list(self._names))
@@ -293,6 +294,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         counts = count_confusions(truth, detections, [*self._names], self._confusion_score)
         classes = self._classes()
         old = np.array(classes["phases"]) < self._phase
+        old &= not self._over_domains  # every domain has all classes
         return {
             **classes,
             "min_score": self._confusion_score,

@@ -14,6 +14,7 @@ from PIL import Image
 
 from cldetr import __version__
 from cldetr.data.manifest import scenario_hash
+from cldetr.evaluation.confusion import total_confusions
 from cldetr.evaluation.results import metric_names
 from cldetr.files import atomic_path
 from cldetr.report import ap_plots, detection_plots, tables, training_plots
@@ -37,6 +38,7 @@ def write_run_page(run: Run, folder: Path) -> Path:
         training_plots.training_plot(run),
         training_plots.stages_plot(run),
     ]
+    one_group = run.domains and run.confusion
     problems = list(run.problems)
     return _write_page(
         folder / "index.html",
@@ -48,6 +50,7 @@ def write_run_page(run: Run, folder: Path) -> Path:
         problems=problems,
         changes=tables.category_changes(run.results),
         confusions=tables.largest_confusions(run.confusion),
+        confused_in_all=total_confusions(one_group["summary"]) if one_group else None,
         settings=tables.settings_set(run.settings),
     )
 
