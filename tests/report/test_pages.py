@@ -139,6 +139,24 @@ def test_runs_are_compared_by_what_they_confuse(tmp_path):
     assert "What is confused" not in page
 
 
+def with_voc(results, seen, old, new):
+    """Results with VOC's metrics after the last phase; VOC12 is 1 above VOC07."""
+    last = results["phases"][-1]
+    for name, value in (("all", seen), ("old", old), ("new", new)):
+        last[name] = {**last[name], "VOC07": value, "VOC12": value + 1}
+    return results
+
+
+def test_runs_are_compared_by_vocs_metrics_where_they_have_them(tmp_path):
+    runs = [run_of(with_voc(two_phases(), 71.0, 61.0, 51.0), "a"), run_of(two_phases(), "b")]
+    heads, first, second = cells_after(write_comparison(runs, tmp_path).read_text(), "Results")
+    names = ["VOC07", "VOC12", "old VOC07", "old VOC12", "new VOC07", "new VOC12"]
+    assert heads[-8:] == ["average AP", *names, "time"]
+    assert first[-7:-1] == ["71.0", "72.0", "61.0", "62.0", "51.0", "52.0"]
+    assert second[-7:-1] == ["n/a"] * 6
+    assert "VOC" not in write_comparison(runs[1:] * 2, tmp_path).read_text()
+
+
 def test_several_phases_have_a_table_of_each_phases_categories(tmp_path):
     old = {"cat": 30.0, "dog": 20.0}
     phases = [entry(1, {"cat": 40.0}), entry(2, old, ("cat",))]

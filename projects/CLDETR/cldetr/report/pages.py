@@ -20,6 +20,7 @@ from cldetr.files import atomic_path
 from cldetr.report import ap_plots, detection_plots, tables, training_plots
 from cldetr.report.plotting import Panel, Plot, bar_panels, panel_svg, save_plot, signed
 from cldetr.report.rundir import Run
+from cldetr.report.sweep_table import title, voc_columns
 from cldetr.scenario import Scenario
 
 _MAX_PICTURES = 24  # on a page
@@ -71,6 +72,7 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> Path:
         groups=groups,
         plots=_save_plots(drawn, folder),
         known=known,
+        voc=voc_columns(run.results for run in runs if run.finished and run.results),
         confused=[group for group in groups if group.confused("old", "correct")],
         differences=tables.settings_that_differ([group.runs[0].settings for group in known]),
     )
@@ -102,6 +104,7 @@ def _write_page(path: Path, template: str, **content: Any) -> Path:
         "number": signed,
         "cells": lambda scores, metrics: [signed(scores.get(metric)) for metric in metrics],
         "mean": tables.mean_text,
+        "column_title": title,
         "thousands": _thousands,
         "share": lambda x, key: f"{signed(100 * x[key] / x['objects'])}% ({_thousands(x[key])})",
         "duration": _duration,
