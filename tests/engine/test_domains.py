@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from detectron2.data import DatasetCatalog
 
 from cldetr.analysis.diagnose import diagnose_run
 from cldetr.cli import main
@@ -20,6 +21,7 @@ from cldetr.engine.rundata import RunData
 from cldetr.engine.stages import calibration_learner, planned_stages, training_learner
 from cldetr.engine.step import StageTrainer
 from cldetr.errors import InputError
+from cldetr.evaluation.average_precision import GroundTruth
 from cldetr.evaluation.results import load_results
 from cldetr.report.rundir import read_run
 from cldetr.report.tables import settings_in_use
@@ -274,6 +276,21 @@ def test_results_are_called_what_tells_the_test_sets_apart(tmp_path, before, now
         content = {"format": 1, "test_sets": before}
         (tmp_path / f"{_results_name(tmp_path, before)}.json").write_text(json.dumps(content))
     assert _results_name(tmp_path, now) == f"results_{name}"
+
+
+def test_each_domain_is_evaluated_on_the_test_set_at_its_place(config, files, tmp_path):
+    """Names of test sets do not matter: sketches are the first domain's test set if they say so."""
+    for test in (files["val"], files["val"][::-1]):
+        data = RunData(config(tmp_path, test=test))
+        assert list(data.test) == ["painted", "sketch"]
+        paths = [reference.partition(".json:")[0] + ".json" for reference in test]
+        assert [str(one.json_file) for one in data.test.values()] == paths
+        truth = GroundTruth.from_view(DatasetCatalog.get(data.name("test", 2)))
+        assert [source.name for source in truth.sources] == ["painted", "sketch"]
+        for index, path in enumerate(paths):
+            content = json.loads(Path(path).read_text())
+            boxes = truth.boxes[truth.image_sources[truth.images] == index]
+            assert sorted(boxes.tolist()) == sorted(x["bbox"] for x in content["annotations"])
 
 
 def test_held_out_images_are_the_test_sets(config, tmp_path):
