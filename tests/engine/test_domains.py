@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from detectron2.data import DatasetCatalog
 
 from cldetr.analysis.diagnose import diagnose_run
 from cldetr.cli import main
@@ -15,11 +16,13 @@ from cldetr.config_files import compose, folder_names
 from cldetr.data.manifest import load_manifest
 from cldetr.data.shapes import ShapesOptions, ensure_shapes
 from cldetr.engine import IncrementalTrainer
-from cldetr.engine.evaluate import evaluate
+from cldetr.engine.evaluate import _results_name, evaluate
 from cldetr.engine.rundata import RunData
 from cldetr.engine.stages import calibration_learner, planned_stages, training_learner
 from cldetr.engine.step import StageTrainer
 from cldetr.errors import InputError
+from cldetr.evaluation.average_precision import GroundTruth
+from cldetr.evaluation.results import load_results
 from cldetr.report.rundir import read_run
 from cldetr.report.tables import settings_in_use
 from cldetr.train import show_run
@@ -228,7 +231,66 @@ def test_other_test_sets_are_evaluated_domain_by_domain(finished, config, files)
     trainer = IncrementalTrainer(config(finished, test=files["train"]))
     results = evaluate(trainer.run_cfg, trainer.data, trainer.detector, trainer.test)
     assert results["domains"]["names"] == ["painted", "sketch"]
-    assert (finished / "results_instances_train_instances_train.json").exists()
+    found = load_results(finished / "results_painted_sketch_annotations_instances_train.json")
+    assert found["test_sets"] == files["train"]
+
+
+def test_evaluations_on_test_sets_of_the_same_name_keep_their_results(
+    finished, config, files, tmp_path
+):
+    day = [change(x, tmp_path / "day" / str(i), lambda _: None) for i, x in enumerate(files["val"])]
+    night = [
+        change(x, tmp_path / "night" / str(i), without_stars) for i, x in enumerate(files["val"])
+    ]
+    found = []
+    for test in (day, night, day):
+        trainer = IncrementalTrainer(config(finished, test=test))
+        found.append(evaluate(trainer.run_cfg, trainer.data, trainer.detector, trainer.test))
+    written = [load_results(finished / f"results_{x}0_1_changed.json") for x in ("", "night_")]
+    assert [each["test_sets"] for each in written] == [day, night]
+    assert [each["domains"] for each in written] == [found[2]["domains"], found[1]["domains"]]
+    assert not (finished / "results_day_0_1_changed.json").exists()  # it found its own
+    confusions = [
+        json.loads((finished / f"results_{x}0_1_changed_confusion.json").read_text())
+        for x in ("", "night_")
+    ]
+    stars = confusions[0]["categories"].index("star")
+    assert sum(confusions[0]["counts"][stars]) > sum(confusions[1]["counts"][stars]) == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "name"),
+    [
+        ([], ["day/test.json:day"], "test"),
+        (["day/test.json:day"], ["day/test.json:day"], "test"),
+        (["day/test.json:day"], ["night/test.json:night"], "night_test"),
+        (["/data/day/test.json:x"], ["/data/night/test.json:x"], "night_test"),
+        (["day/test.json:clear"], ["day/test.json:fog"], "test_2"),
+        (["yolo:cars/data.yaml/val"], ["yolo:bikes/data.yaml/val"], "yolo_bikes_data.yaml_val"),
+        ([], ["voc_2007_test", "coco_2017_val"], "voc_2007_test_coco_2017_val"),
+        ([], ["day/test.json:day", "night/test.json:night"], "day_night_test"),
+    ],
+)
+def test_results_are_called_what_tells_the_test_sets_apart(tmp_path, before, now, name):
+    if before:
+        content = {"format": 1, "test_sets": before}
+        (tmp_path / f"{_results_name(tmp_path, before)}.json").write_text(json.dumps(content))
+    assert _results_name(tmp_path, now) == f"results_{name}"
+
+
+def test_each_domain_is_evaluated_on_the_test_set_at_its_place(config, files, tmp_path):
+    """Names of test sets do not matter: sketches are the first domain's test set if they say so."""
+    for test in (files["val"], files["val"][::-1]):
+        data = RunData(config(tmp_path, test=test))
+        assert list(data.test) == ["painted", "sketch"]
+        paths = [reference.partition(".json:")[0] + ".json" for reference in test]
+        assert [str(one.json_file) for one in data.test.values()] == paths
+        truth = GroundTruth.from_view(DatasetCatalog.get(data.name("test", 2)))
+        assert [source.name for source in truth.sources] == ["painted", "sketch"]
+        for index, path in enumerate(paths):
+            content = json.loads(Path(path).read_text())
+            boxes = truth.boxes[truth.image_sources[truth.images] == index]
+            assert sorted(boxes.tolist()) == sorted(x["bbox"] for x in content["annotations"])
 
 
 def test_held_out_images_are_the_test_sets(config, tmp_path):

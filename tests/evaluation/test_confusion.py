@@ -1,6 +1,8 @@
 """The confusion matrix against a brute-force count, and the curves against pycocotools."""
 
 import json
+import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,11 +12,13 @@ from cldetr.evaluation.confusion import (
     count_confusions,
     describe_confusions,
     summarise_confusions,
+    total_confusions,
 )
 from cldetr.evaluation.evaluator import IncrementalEvaluator, split_details, to_scalars
+from cldetr.scenario import Category, Phase, Scenario
 
 from .coco_oracle import make_data, make_detections, run_pycocotools
-from .test_evaluation import evaluate, make_scenario, split_by_image
+from .test_evaluation import evaluate, make_scenario, split_by_image, to_instances
 
 
 def overlap(box, other, crowd=False):
@@ -135,6 +139,25 @@ def test_the_summary_adds_up_old_and_new_classes():
     text = describe_confusions(summary)
     assert "51 old objects 30 are detected as what they are, 8 as new, 3 as another old" in text
     assert "45 new objects 30 are detected as what they are, 7 as old, 0 as another new" in text
+
+
+def test_classes_of_domains_are_one_group(caplog):
+    """One object is right, one confused and one missed; those of the other domain are missed."""
+    truth, detections = one_image([(0, 0), (0, 100), (1, 200)], [(0, 0, 0.9), (1, 100, 0.8)])
+    truth = GroundTruth.join([truth, replace(truth, sources=(Source("fog", frozenset(range(4))),))])
+    classes = (Category(1, "cat"), Category(2, "dog"))
+    phases = (Phase(1, (0, 1), (), "one"), Phase(2, (), (), "fog", refreshed=(0, 1)))
+    scenario = Scenario("2 domains", "domains", classes, phases, "list", None, None, ())
+    evaluator = IncrementalEvaluator(truth, scenario, 2)
+    found = to_instances(detections.boxes, detections.labels, detections.scores)
+    evaluator.process([{"image_id": 7, "source": "one"}], [{"instances": found}])
+    with caplog.at_level(logging.INFO):
+        summary = evaluator.evaluate()["confusion"]["summary"]
+    assert total_confusions(summary) == {"objects": 6, "correct": 1, "confused": 1, "missed": 4}
+    assert summary["old"]["objects"] == 0
+    assert summary["background"]["as_old"] == 0
+    said = "of 6 objects 1 are detected as what they are, 1 as another class, 4 are missed"
+    assert caplog.messages[-1].endswith(said)
 
 
 @pytest.fixture

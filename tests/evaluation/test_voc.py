@@ -15,9 +15,10 @@ from detectron2.structures import Boxes, Instances
 from cldetr.data.datasets import read_dataset
 from cldetr.evaluation import IncrementalEvaluator
 from cldetr.evaluation.average_precision import METRICS, Detections, GroundTruth, Source
+from cldetr.evaluation.evaluator import to_scalars
 from cldetr.evaluation.results import format_table, summarise, write_results
 from cldetr.evaluation.voc import VOC_METRICS, match_voc
-from cldetr.scenario import make_scenario
+from cldetr.scenario import Category, Phase, Scenario, make_scenario
 
 CLASSES = ["bird", "boat", "cat", "cow"]
 SIZE = 100
@@ -275,6 +276,68 @@ def test_every_group_has_the_mean_of_its_classes(voc):
     plain.process(dicts, outputs)
     kept = {key: value for key, value in entry["all"].items() if key not in VOC_METRICS}
     assert plain.evaluate()["all"] == kept
+
+
+def test_domains_have_the_metrics_of_their_own_images_and_their_means():
+    """Cats and a dog in fair weather, a cat in fog; one cat of two is found, and the one in fog.
+
+    A false cat in fog outscores both hits. It halves the precision there and costs nothing in
+    fair weather, where the dog is missed.
+    """
+    classes = (Category(1, "cat"), Category(2, "dog"))
+    phases = (Phase(1, (0, 1), (), "fair"), Phase(2, (), (), "fog", refreshed=(0, 1)))
+    scenario = Scenario("2 domains", "domains", classes, phases, "list", None, None, ())
+    truth = GroundTruth(
+        sources=(Source("fair", frozenset([0, 1])), Source("fog", frozenset([0, 1]))),
+        image_sources=np.array([0, 1]),
+        image_ids=np.array([1, 1]),
+        images=np.array([0, 0, 0, 1]),
+        labels=np.array([0, 0, 1, 0]),
+        boxes=np.array([A, B, C, A], dtype=np.float64),
+        areas=np.ones(4),
+        crowd=np.zeros(4, dtype=bool),
+    )
+    found = {"fair": [(A, 0.8)], "fog": [(B, 0.9), (A, 0.7)]}
+    inputs = [{"image_id": 1, "source": source} for source in found]
+    outputs = [{"instances": cats(each)} for each in found.values()]
+    entries = []
+    for phase in (1, 2):
+        evaluator = IncrementalEvaluator(truth, scenario, phase, voc_metrics=True)
+        evaluator.process(inputs, outputs)
+        entries.append(evaluator.evaluate())
+    # Fair weather: half of the cats at a precision of 1, which is 6 of 11 recalls, and no dog.
+    fair = {"VOC07": 100 * 6 / 11 / 2, "VOC12": 25.0}
+    fog = {"VOC07": 50.0, "VOC12": 50.0}
+    for entry, new in zip(entries, (fair, fog), strict=True):
+        assert list(entry["all"]) == [*METRICS, *VOC_METRICS]
+        assert voc_of(entry["new"]) == pytest.approx(new)
+        assert voc_of(entry["domains"]["fair"]) == pytest.approx(fair)
+        assert voc_of(entry["domains"]["fog"]) == pytest.approx(fog)  # the one to come, too
+    first, last = entries
+    assert first["old"] is None
+    assert voc_of(first["all"]) == voc_of(last["old"]) == pytest.approx(fair)
+    both = {"VOC07": (100 * 6 / 11 / 2 + 50) / 2, "VOC12": (25 + 50) / 2}
+    assert voc_of(last["all"]) == pytest.approx(both)
+    assert [voc_of(group)["VOC12"] for group in last["groups"]] == pytest.approx([25, 50])
+    assert last["per_category"]["cat"]["VOC12"] == pytest.approx((50 + 50) / 2)
+    assert last["per_category"]["cat"]["VOC07"] == pytest.approx((100 * 6 / 11 + 50) / 2)
+    assert last["per_category"]["dog"]["VOC12"] == 0  # no dog in fog: that mean is of one domain
+    assert to_scalars(last)["all/VOC12"] == pytest.approx(37.5)
+
+
+def cats(found):
+    """Detections of cats from (x y w h, score)."""
+    boxes, scores = zip(*found, strict=True)
+    corners = torch.tensor(boxes, dtype=torch.float32)
+    corners[:, 2:] += corners[:, :2]
+    labels = torch.zeros(len(scores), dtype=torch.int64)
+    return Instances(
+        (SIZE, SIZE), pred_boxes=Boxes(corners), scores=torch.tensor(scores), pred_classes=labels
+    )
+
+
+def voc_of(scores):
+    return {metric: scores[metric] for metric in VOC_METRICS}
 
 
 def test_results_tables_and_files_show_the_metrics(tmp_path):

@@ -75,6 +75,24 @@ def curves(names=("cat", "dog", "bird")):
     return {1: phase(1, 2, [0.8, 0.6]), 2: phase(2, 3, [0.5, 0.25, None])}
 
 
+def domain_confusion():
+    """The confusion.json of two domains of three categories, as `confusion` counts them.
+
+    Before domains counted as new alone, their objects were those of old categories.
+    """
+    old = {"objects": 96, "correct": 60, "as_old": 18, "as_new": 0, "missed": 18}
+    background = {"as_old": 12, "as_new": 0}
+    summary = {"old": old, "new": dict.fromkeys(old, 0), "background": background}
+    return {**confusion(), "phases": [1, 1, 1], "summary": summary}
+
+
+def domain_curves():
+    """The precision_recall.json of both phases of two domains: categories all of phase 1."""
+    return {
+        phase: {**each, "phases": [1] * len(each["phases"])} for phase, each in curves().items()
+    }
+
+
 def run_of(results, folder="run", **parts):
     return Run(folder=Path(folder), results=results, **parts)
 

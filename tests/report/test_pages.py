@@ -22,7 +22,16 @@ from cldetr.report.pages import write_comparison, write_run_page
 from cldetr.report.rundir import read_run
 from cldetr.train import show_run
 
-from .synthetic import confusion, curves, entry, run_of, two_domains, two_phases
+from .synthetic import (
+    confusion,
+    curves,
+    domain_confusion,
+    domain_curves,
+    entry,
+    run_of,
+    two_domains,
+    two_phases,
+)
 
 SCRIPT = "<script>alert(1)</script>"
 
@@ -130,6 +139,24 @@ def test_runs_are_compared_by_what_they_confuse(tmp_path):
     assert "What is confused" not in page
 
 
+def with_voc(results, seen, old, new):
+    """Results with VOC's metrics after the last phase; VOC12 is 1 above VOC07."""
+    last = results["phases"][-1]
+    for name, value in (("all", seen), ("old", old), ("new", new)):
+        last[name] = {**last[name], "VOC07": value, "VOC12": value + 1}
+    return results
+
+
+def test_runs_are_compared_by_vocs_metrics_where_they_have_them(tmp_path):
+    runs = [run_of(with_voc(two_phases(), 71.0, 61.0, 51.0), "a"), run_of(two_phases(), "b")]
+    heads, first, second = cells_after(write_comparison(runs, tmp_path).read_text(), "Results")
+    names = ["VOC07", "VOC12", "old VOC07", "old VOC12", "new VOC07", "new VOC12"]
+    assert heads[-8:] == ["average AP", *names, "time"]
+    assert first[-7:-1] == ["71.0", "72.0", "61.0", "62.0", "51.0", "52.0"]
+    assert second[-7:-1] == ["n/a"] * 6
+    assert "VOC" not in write_comparison(runs[1:] * 2, tmp_path).read_text()
+
+
 def test_several_phases_have_a_table_of_each_phases_categories(tmp_path):
     old = {"cat": 30.0, "dog": 20.0}
     phases = [entry(1, {"cat": 40.0}), entry(2, old, ("cat",))]
@@ -162,6 +189,36 @@ def test_domains_have_a_table_and_a_plot_of_each_one(tmp_path):
     assert not (tmp_path / "figures/category_change.svg").exists()  # no category is new
     assert "AP on old domains" in page
     assert "AP, mean of domains" in page
+
+
+def test_categories_of_domains_are_confused_as_one_group(tmp_path):
+    run = run_of(two_domains(), confusion=domain_confusion(), curves=domain_curves())
+    page = write_run_page(run, tmp_path).read_text()
+    text = page[page.index("What is confused</h2>") : page.index("Precision and recall</h2>")]
+    words = re.sub(r"<svg.*?</svg>", "", text, flags=re.DOTALL)  # glyphs may spell anything
+    assert not re.search(r"\b(old|new)\b", words)
+    tables = re.findall(r"<table.*?</table>", text, flags=re.DOTALL)
+    total, largest = (re.findall(r"<t[hd][^>]*>([^<]*)</t[hd]>", table) for table in tables)
+    assert total == [
+        *("objects", "right", "confused", "missed"),
+        *("96", "62.5% (60)", "18.8% (18)", "18.8% (18)"),  # 19 + 32 + 45 objects
+    ]
+    assert largest[:8] == [
+        *("true category", "detected as", "objects", "of its objects"),
+        *("bird", "cat", "7", "15.6%"),
+    ]
+    assert "All categories, IoU 0.5" in page
+    assert "Old categories" not in page
+
+
+def test_runs_over_domains_are_not_compared_by_old_and_new_categories(tmp_path):
+    domains = run_of(two_domains(), "domains", confusion=domain_confusion())
+    assert "What is confused" not in write_comparison([domains, domains], tmp_path).read_text()
+    classes = run_of(two_phases(), "classes", confusion=confusion())
+    page = write_comparison([domains, classes], tmp_path).read_text()
+    part = page[page.index("What is confused</h2>") :]
+    cells = re.findall(r"<td>([^<]*)</td>", part[: part.index("</table>")])
+    assert cells == ["58.8", "15.7", "19.6", "66.7", "15.6", "17.8"]  # of the run over classes
 
 
 def test_runs_over_domains_are_compared_domain_by_domain(tmp_path):

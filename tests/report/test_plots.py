@@ -13,7 +13,16 @@ from cldetr.report.plotting import MAX_ROWS, panel_svg, row_panels, save_plot, t
 from cldetr.report.tables import Group
 from cldetr.report.training_plots import distribution_plot, stages_plot, training_plot
 
-from .synthetic import confusion, curves, run_of, trained, two_phases
+from .synthetic import (
+    confusion,
+    curves,
+    domain_confusion,
+    domain_curves,
+    run_of,
+    trained,
+    two_domains,
+    two_phases,
+)
 
 
 def drawn(panel):
@@ -135,6 +144,26 @@ def test_curves_of_old_categories_have_their_mean_and_that_of_when_they_were_lea
         "mean when learnt 70.0": pytest.approx(0.7),
         "mean of all IoU 37.5": 0.375,
     }
+
+
+def test_curves_of_domains_are_one_group_without_what_was_learnt_on_fewer_domains():
+    [panel] = precision_recall_plot(run_of(two_domains(), curves=domain_curves())).panels
+    assert panel.title == "All categories, IoU 0.5"
+    lines = {line.get_label(): line.get_ydata()[50] for line in drawn(panel).lines}
+    assert lines == {
+        "dog 25.0": 0.25,
+        "cat 50.0": 0.5,
+        "mean 37.5": 0.375,
+        "mean of all IoU 37.5": 0.375,
+    }
+    assert precision_recall_plot(run_of(two_domains())).panels == []
+
+
+def test_a_confusion_matrix_of_domains_has_no_border():
+    [panel] = confusion_plot(run_of(two_domains(), confusion=domain_confusion())).panels
+    ax = drawn(panel)
+    assert not {"old", "new"} & {text.get_text() for text in ax.texts}
+    assert len(ax.lines) == 3  # the frames of the three parts
 
 
 def test_many_curves_are_grey_but_for_the_lowest():

@@ -1,11 +1,13 @@
 """Tables of sweeps: the interval worked by hand, pairing by seed, the paper's figures beside."""
 
+import argparse
 import csv
 import io
 import re
 
 import pytest
 
+from cldetr.commands.sweep import _write_table, add_arguments
 from cldetr.config import check_keys, method_of, schedule_of
 from cldetr.config_files import compose
 from cldetr.report.sweep_table import (
@@ -17,6 +19,7 @@ from cldetr.report.sweep_table import (
     paper_tables,
     table_rows,
     title,
+    voc_columns,
 )
 
 
@@ -69,6 +72,43 @@ def test_the_papers_figures_stand_beside_ours():
     found = [x for x in lines if x["row"] == "70+10, LwF" and x["metric"] == "all.AP"]
     cells = [found[0][name] for name in ("mean", "paper_mean", "paper_half_95")]
     assert cells == ["25.0", "24.5", "0.3"]
+
+
+def test_vocs_metrics_are_columns_where_a_run_has_them():
+    with_voc = results(40.0, "A")
+    last = with_voc["phases"][0]
+    last["all"] = {**last["all"], "VOC07": 61.0, "VOC12": 62.0}
+    last["new"] = {**last["new"], "VOC07": None, "VOC12": 72.0}  # no object by one of the rules
+    last["old"] = None  # a single phase
+    found = {"a": {0: with_voc}, "b": {0: results(41.0, "B")}}
+    voc = voc_columns(each for runs in found.values() for each in runs.values())
+    assert voc == ("all.VOC07", "all.VOC12", "new.VOC12")
+    table = markdown(own_rows(found, ("all.AP", *voc)), ("all.AP", *voc))
+    assert "| | runs | AP | VOC07 | VOC12 | new VOC12 |" in table
+    assert "| A | 1 | 40.0 | 61.0 | 62.0 | 72.0 |" in table
+    assert "| B | 1 | 41.0 | – | – | – |" in table
+    ours = table_rows(paper_tables()["ablation"], {"ablation": found["a"]}, voc)[0].ours
+    assert ours["new.VOC12"] == (72.0, None)
+    assert voc_columns(found["b"].values()) == ()
+
+
+@pytest.mark.parametrize("table", [None, "ablation"])
+def test_all_files_of_a_sweep_have_vocs_metrics(tmp_path, table):
+    found = {**results(40.0), "scenario": "voc/19+1"}
+    found["phases"][0]["all"] = {**found["phases"][0]["all"], "VOC07": 61.5}
+    words = [*(["--table", table] if table else ["ablation"]), "--seeds", "0"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    args = parser.parse_args([*words, "--out", str(tmp_path)])
+    _write_table(args, {"ablation": {0: found}}, [])
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    heads, _, row = [line.split("|") for line in lines if line.startswith("|")][:3]
+    assert (heads[-2].strip(), row[-2].strip()) == ("VOC07", "61.5")
+    assert "VOC07" in (tmp_path / "table.tex").read_text()
+    rows = list(csv.DictReader((tmp_path / "table.csv").open()))
+    assert next(x["mean"] for x in rows if x["metric"] == "all.VOC07") == "61.5"
+    [run] = csv.DictReader((tmp_path / "runs.csv").open())
+    assert run["all.VOC07"] == "61.5"
 
 
 def test_a_run_that_the_table_does_not_have_stands_below_its_rows():

@@ -33,6 +33,7 @@ from cldetr.report.sweep_table import (
     paper_tables,
     runs_csv_text,
     table_rows,
+    voc_columns,
 )
 
 
@@ -206,13 +207,16 @@ def _pairs(words: Sequence[str], option: str) -> list[tuple[str, str]]:
 
 def _write_table(args: argparse.Namespace, results: Mapping[str, RUNS], refused: list[str]) -> None:
     """Prints the table and writes it; of runs of another experiment it gives no numbers."""
+    voc = voc_columns(found for runs in results.values() for found in runs.values())
     if args.table:
         table = paper_tables()[args.table]
-        rows, columns = table_rows(table, results), table.columns
+        columns = (*table.columns, *voc)
+        rows = table_rows(table, results, columns)
         figures = any(row.figures for row in table.rows)
         heading = table.title + ". In brackets: the paper's figures." * figures + "\n\n"
     else:
-        rows, columns, heading = own_rows(results), COLUMNS, ""
+        columns, heading = (*COLUMNS, *voc), ""
+        rows = own_rows(results, columns)
     text = heading + format_rows(rows, columns, "github")
     if refused:
         text += "\nNot shown, because the directory contains a different run:\n\n"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from detectron2.config import CfgNode
@@ -135,8 +136,9 @@ def _evaluate_weights(
 def _evaluate_run(cfg: CfgNode, data: RunData, detector: Detector, test: Test) -> dict[str, Any]:
     """Evaluates the weights after each phase of a finished run on DATASETS.TEST.
 
-    The run's own results stay; these are in results_<data set>.json and .csv beside them, what is
-    confused after the last phase and its curves in results_<data set>_confusion.json and so on.
+    The run's own results stay; these are in results_<data set>.json and .csv beside them
+    (`_results_name`), what is confused after the last phase and its curves in
+    results_<data set>_confusion.json and so on.
     """
     root, scenario = Path(cfg.OUTPUT_DIR), data.scenario
     from_rank0(lambda: data.check(root))
@@ -154,12 +156,51 @@ def _evaluate_run(cfg: CfgNode, data: RunData, detector: Detector, test: Test) -
     if not comm.is_main_process():
         return {}
     results = summarise(entries, scenario=scenario.name, method=method_of(cfg).name)
-    name = "_".join(Path(word.split(".json:")[0]).name for word in cfg.DATASETS.TEST)
-    write_results(results, root, f"results_{name}")
+    name = _results_name(root, list(cfg.DATASETS.TEST))
+    write_results({**results, "test_sets": list(cfg.DATASETS.TEST)}, root, name)
     for kind, content in details.items():
-        write_json(root / f"results_{name}_{kind}.json", content)
-    logger.info("written: %s", root / f"results_{name}.json")
+        write_json(root / f"{name}_{kind}.json", content)
+    logger.info("written: %s", root / f"{name}.json")
     return results
+
+
+def _results_name(root: Path, references: list[str]) -> str:
+    """What the results on other test sets are called: `results_<data set>`.
+
+    A data set goes by the last part of its path. Where test sets agree in it, or those of other
+    results in the run directory, the folders above tell them apart: `results_night_test`.
+    Annotations whose images alone differ are numbered.
+    """
+    known = {path.stem: _test_sets(path) for path in sorted(root.glob("results_*.json"))}
+    for name, test_sets in known.items():
+        if test_sets == references:
+            return name  # evaluated again
+    others = [test_sets for test_sets in known.values() if test_sets]
+    names = []
+    for length in range(1, max(len(_parts(each)) for each in references) + 1):
+        ends = [_parts(each)[-length:] for each in references]
+        levels = [[end[-n] for end in ends if len(end) >= n] for n in range(length, 0, -1)]
+        words = [word for level in levels for word in dict.fromkeys(level)]
+        names.append("_".join(["results", *words]))
+        alike = any([_parts(x)[-length:] for x in other] == ends for other in others)
+        if len(set(ends)) == len(ends) and not alike and names[-1] not in known:
+            return names[-1]
+    numbered = (f"{names[0]}_{number}" for number in itertools.count(2))
+    return next(name for name in itertools.chain(names[:1], numbered) if name not in known)
+
+
+def _parts(reference: str) -> tuple[str, ...]:
+    """The folders and the name of a data set, in words for a file name."""
+    path = PurePath(reference.split(".json:")[0].replace(":", "_"))
+    return tuple(part for part in path.parts if part != path.anchor)
+
+
+def _test_sets(path: Path) -> list[str] | None:
+    """The test sets of results; None where these do not say or are not readable."""
+    try:
+        return load_results(path).get("test_sets")
+    except InputError:
+        return None
 
 
 def _own_identity(cfg: CfgNode) -> dict[str, Any]:

@@ -208,9 +208,9 @@ def summarise_precision(precision: np.ndarray) -> Scores:
 
 
 def mean_scores(several: Sequence[Scores]) -> Scores:
-    """Averages each metric over the scores that have it."""
+    """Averages each metric, COCO's or another, over the scores that have a value of it."""
     means: Scores = {}
-    for metric in METRICS:
+    for metric in several[0]:
         known = [value for scores in several if (value := scores[metric]) is not None]
         means[metric] = sum(known) / len(known) if known else None
     return means

@@ -85,8 +85,22 @@ def summarise_confusions(counts: np.ndarray, old: np.ndarray) -> dict[str, dict[
     return summary
 
 
-def describe_confusions(summary: Mapping[str, Mapping[str, Any]]) -> str:
-    """One sentence about the objects of old and new classes."""
+def total_confusions(summary: Mapping[str, Mapping[str, int]]) -> dict[str, int]:
+    """Adds up the objects of old and new classes, whatever class they are confused with."""
+    old, new = summary["old"], summary["new"]
+    total = {key: old[key] + new[key] for key in ("objects", "correct", "missed")}
+    total["confused"] = total["objects"] - total["correct"] - total["missed"]
+    return total
+
+
+def describe_confusions(summary: Mapping[str, Mapping[str, Any]], one_group: bool = False) -> str:
+    """One sentence about the objects of old and new classes, or of all classes as `one_group`."""
+    if one_group:
+        total = total_confusions(summary)
+        return (
+            f"of {total['objects']} objects {total['correct']} are detected as what they are, "
+            f"{total['confused']} as another class, {total['missed']} are missed"
+        )
     parts = []
     for name, other in (("old", "new"), ("new", "old")):
         group = summary[name]

@@ -37,7 +37,7 @@ from cldetr.evaluation.confusion import (
     describe_confusions,
     summarise_confusions,
 )
-from cldetr.evaluation.voc import match_voc
+from cldetr.evaluation.voc import VocMatching, match_voc
 from cldetr.scenario import Scenario, make_separate_scenario
 
 logger = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         self._truth = truth
         self._scenario = scenario
         self._phase = phase
+        self._over_domains = scenario.protocol == "domains"
         self._restrict_images = restrict_images
         self._voc_metrics = voc_metrics
         self._confusion_score = confusion_score
@@ -199,19 +200,19 @@ class IncrementalEvaluator(DatasetEvaluator):
             "phase %d, detections of score %g and more: %s",
             self._phase,
             self._confusion_score,
-            describe_confusions(entry["confusion"]["summary"]),
+            describe_confusions(entry["confusion"]["summary"], self._over_domains),
         )
         return entry
 
     def _score(self, detections: Detections) -> dict[str, Any]:
         matching = match(self._truth, detections)
-        if self._scenario.protocol == "domains":
-            return self._score_domains(matching, detections)
+        voc = match_voc(self._truth, detections) if self._voc_metrics else None
+        if self._over_domains:
+            return self._score_domains(matching, voc, detections)
         # Ascending, as pycocotools sorts its catIds: the means are then equal to the last bit.
         seen = np.sort(list(self._names))
         seen_images = self._truth.images_with(seen) if self._restrict_images else None
         table = matching.precision(seen, seen_images)  # (T, R, K, A)
-        voc = match_voc(self._truth, detections) if self._voc_metrics else None
 
         def score(labels: Labels, images: np.ndarray | None) -> Scores:
             if images is seen_images:
@@ -239,14 +240,19 @@ class IncrementalEvaluator(DatasetEvaluator):
             **self._pictures(detections, seen_images, table),
         }
 
-    def _score_domains(self, matching: Matching, detections: Detections) -> dict[str, Any]:
+    def _score_domains(
+        self, matching: Matching, voc: VocMatching | None, detections: Detections
+    ) -> dict[str, Any]:
         truth, labels = self._truth, np.sort(list(self._names))
         counted = truth.images_with(labels) if self._restrict_images else True
-        tables = [
-            matching.precision(labels, (truth.image_sources == index) & counted)
-            for index in range(len(truth.sources))
-        ]
-        domains = [summarise_precision(table) for table in tables]
+        images = [(truth.image_sources == index) & counted for index in range(len(truth.sources))]
+        tables = [matching.precision(labels, each) for each in images]
+
+        def score(domain: int, wanted: Labels) -> Scores:
+            scores = summarise_precision(tables[domain][:, :, np.isin(labels, wanted)])
+            return scores if voc is None else {**scores, **voc.average(wanted, images[domain])}
+
+        domains = [score(index, labels) for index in range(len(truth.sources))]
         done = self._phase
         seen_images = (truth.image_sources < done) & counted
         return {
@@ -256,9 +262,7 @@ class IncrementalEvaluator(DatasetEvaluator):
             "new": domains[done - 1],
             "groups": domains[:done],
             "per_category": {
-                name: mean_scores(
-                    [summarise_precision(x[:, :, labels == label]) for x in tables[:done]]
-                )
+                name: mean_scores([score(index, [label]) for index in range(done)])
                 for label, name in self._names.items()
             },
             "domains": dict(zip((x.name for x in truth.sources), domains, strict=True)),
@@ -290,6 +294,7 @@ class IncrementalEvaluator(DatasetEvaluator):
         counts = count_confusions(truth, detections, [*self._names], self._confusion_score)
         classes = self._classes()
         old = np.array(classes["phases"]) < self._phase
+        old &= not self._over_domains  # every domain has all classes
         return {
             **classes,
             "min_score": self._confusion_score,

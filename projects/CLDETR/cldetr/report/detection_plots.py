@@ -37,17 +37,26 @@ def confusion_plot(run: Run) -> Plot:
 
 
 def precision_recall_plot(run: Run) -> Plot:
-    """Precision over recall of each category after the last phase, old and new ones apart."""
+    """Precision over recall of each category after the last phase, old and new ones apart.
+
+    Categories of domains are one group. Their curves of earlier phases are over fewer domains and
+    are no measure of what was forgotten.
+    """
     panels: list[Panel] = []
-    last = run.curves.get(max(run.curves, default=0))
+    curves = run.curves
+    if run.domains and curves:
+        curves = {max(curves): curves[max(curves)]}
+    last = curves.get(max(curves, default=0))
     if last is not None:
         old = [k for k, phase in enumerate(last["phases"]) if phase < last["phase"]]
+        if run.domains:
+            old = []
         new = [k for k in range(len(last["phases"])) if k not in old]
         titles = ("Old categories", "New categories") if old else ("", "All categories")
         for title, members in zip(titles, (old, new), strict=True):
             known = [k for k in members if last["AP50"][k] is not None]
             if known:
-                draw = functools.partial(_draw_curves, run.curves, known)
+                draw = functools.partial(_draw_curves, curves, known)
                 rows = (min(len(known), _NAMED) + 4) // 2
                 panels.append(Panel(f"{title}, IoU 0.5", draw, 270 + 16 * rows))
     return Plot("precision_recall", panels)

@@ -14,11 +14,13 @@ from PIL import Image
 
 from cldetr import __version__
 from cldetr.data.manifest import scenario_hash
+from cldetr.evaluation.confusion import total_confusions
 from cldetr.evaluation.results import metric_names
 from cldetr.files import atomic_path
 from cldetr.report import ap_plots, detection_plots, tables, training_plots
 from cldetr.report.plotting import Panel, Plot, bar_panels, panel_svg, save_plot, signed
 from cldetr.report.rundir import Run
+from cldetr.report.sweep_table import title, voc_columns
 from cldetr.scenario import Scenario
 
 _MAX_PICTURES = 24  # on a page
@@ -37,6 +39,7 @@ def write_run_page(run: Run, folder: Path) -> Path:
         training_plots.training_plot(run),
         training_plots.stages_plot(run),
     ]
+    one_group = run.domains and run.confusion
     problems = list(run.problems)
     return _write_page(
         folder / "index.html",
@@ -48,6 +51,7 @@ def write_run_page(run: Run, folder: Path) -> Path:
         problems=problems,
         changes=tables.category_changes(run.results),
         confusions=tables.largest_confusions(run.confusion),
+        confused_in_all=total_confusions(one_group["summary"]) if one_group else None,
         settings=tables.settings_set(run.settings),
     )
 
@@ -68,6 +72,7 @@ def write_comparison(runs: Sequence[Run], folder: Path) -> Path:
         groups=groups,
         plots=_save_plots(drawn, folder),
         known=known,
+        voc=voc_columns(run.results for run in runs if run.finished and run.results),
         confused=[group for group in groups if group.confused("old", "correct")],
         differences=tables.settings_that_differ([group.runs[0].settings for group in known]),
     )
@@ -99,6 +104,7 @@ def _write_page(path: Path, template: str, **content: Any) -> Path:
         "number": signed,
         "cells": lambda scores, metrics: [signed(scores.get(metric)) for metric in metrics],
         "mean": tables.mean_text,
+        "column_title": title,
         "thousands": _thousands,
         "share": lambda x, key: f"{signed(100 * x[key] / x['objects'])}% ({_thousands(x[key])})",
         "duration": _duration,

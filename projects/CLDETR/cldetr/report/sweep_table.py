@@ -11,7 +11,7 @@ import csv
 import io
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import msgspec
 from scipy import stats
 from tabulate import tabulate
+
+from cldetr.evaluation.voc import VOC_METRICS
 
 Figure = tuple[float, float | None]  # a value and the half width of its 95% interval
 COLUMNS = ("all.AP", "all.AP50", "all.AP75", "old.AP", "new.AP", "fpp.AP")
@@ -120,13 +122,16 @@ def own_rows(found: Mapping[str, RUNS], columns: Sequence[str] = COLUMNS) -> lis
     ]
 
 
-def table_rows(table: PaperTable, found: Mapping[str, RUNS]) -> list[Row]:
+def table_rows(
+    table: PaperTable, found: Mapping[str, RUNS], columns: Sequence[str] | None = None
+) -> list[Row]:
     """Rows of a table, with what was measured so far and the paper's figures.
 
     Args:
         table: the table.
         found: results by the name of a run and by seed; runs that the table does not have get a
             row below its own.
+        columns: metrics, by default those of the table.
     """
     others = {name: runs for name, runs in found.items() if name not in table.runs()}
     labels = _labels(others)
@@ -136,7 +141,7 @@ def table_rows(table: PaperTable, found: Mapping[str, RUNS]) -> list[Row]:
         Row(
             row.label,
             len(own),
-            _measured(own, table.columns),
+            _measured(own, table.columns if columns is None else columns),
             _change(own, runs[0]) if table.change and own is not runs[0] else None,
             row.figures,
         )
@@ -200,6 +205,17 @@ def title(column: str) -> str:
     if group == "fpp":
         return metric.replace("AP", "FPP")
     return metric if group == "all" else f"{group} {metric}"
+
+
+def voc_columns(several: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """The columns of VOC's metrics of which some of the results have a value."""
+    several = list(several)
+    columns = (f"{group}.{metric}" for group in ("all", "old", "new") for metric in VOC_METRICS)
+    return tuple(
+        column
+        for column in columns
+        if any(value_of(results, column) is not None for results in several)
+    )
 
 
 def value_of(results: Mapping[str, Any], column: str) -> float | None:

@@ -277,9 +277,11 @@ class Group:
     def confused(self, objects: str, key: str) -> list[float]:
         """Of the "old" or "new" objects those that are "correct", "as_new" and so on, in percent.
 
-        After the last phase of each finished run that has such objects.
+        After the last phase of each finished run that has such objects; where the phases are
+        domains, no category is old or new.
         """
-        summaries = [run.confusion["summary"] for run in self.finished if run.confusion]
+        counted = [run for run in self.finished if not run.domains]
+        summaries = [run.confusion["summary"] for run in counted if run.confusion]
         found = [summary[objects] for summary in summaries]
         return [100 * counts[key] / counts["objects"] for counts in found if counts["objects"]]
 
