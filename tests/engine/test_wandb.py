@@ -145,6 +145,7 @@ def test_stages_and_starts_are_one_run_at_wandb_and_the_weights_are_the_same(
     pytest.importorskip("wandb", reason="wandb is not installed")
     folder = tmp_path / "run"
     options = [*SHORT, "WANDB.ENABLED", "True", "WANDB.PROJECT", "zoo", "WANDB.NAME", "cats"]
+    options += ["LOG_IMAGES", "1", "VIS_PERIOD", "2"]
     trainer = StoppingTrainer(tiny_config(folder, *options))
     with pytest.raises(StopError):
         trainer.train()
