@@ -116,11 +116,17 @@ def test_erd_on_a_softmax_head_takes_no_object_neither_for_a_response_nor_for_a_
     assert losses["loss_kd_cls"].item() == pytest.approx(4.0, rel=1e-5)  # (1 − 3)², one query
 
 
-def random_outputs(softmax, seed=0, classes=4, old=(0, 1, 3)):
-    """Both models on two images of seven queries, with linear heads."""
+def random_outputs(softmax, seed=0, classes=4, old=(0, 1, 3), absent=None):
+    """Both models on two images of seven queries, with linear heads.
+
+    `absent` is the model that finds no object of class 1: 0 the student, 1 the teacher.
+    """
     torch.manual_seed(seed)
     width = classes + softmax
     heads = [torch.nn.Linear(6, width) for _ in range(2)]
+    if absent is not None:
+        with torch.no_grad():
+            heads[absent].bias[1] -= 9.0
     made = []
     for head in heads:
         states = torch.randn(3, 2, 7, 6) * 2  # three layers
@@ -168,6 +174,7 @@ def class_prototypes(logits, states, old, softmax, min_score=0.0):
 
 @pytest.mark.parametrize("softmax", [False, True], ids=["sigmoid", "softmax"])
 @pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("absent", [None, 0, 1], ids=["all", "new lacks one", "old lacks one"])
 @pytest.mark.parametrize(
     "rule",
     [
@@ -176,8 +183,8 @@ def class_prototypes(logits, states, old, softmax, min_score=0.0):
     ],
     ids=["published", "options"],
 )
-def test_the_rank_loss_against_loops(softmax, seed, rule):
-    made = random_outputs(softmax, seed)
+def test_the_rank_loss_against_loops(softmax, seed, absent, rule):
+    made = random_outputs(softmax, seed, absent=absent)
     old = [0, 1, 3]
     ranks = []
     for logits, model, head in (
@@ -196,6 +203,7 @@ def test_the_rank_loss_against_loops(softmax, seed, rule):
             ]
         ranks.append(found)
     both = ranks[0].keys() & ranks[1].keys()
+    assert len(both) == (3 if absent is None else 2)
     total = sum(abs(a - b) for c in both for a, b in zip(ranks[0][c], ranks[1][c], strict=True))
     rows = len(both) if rule.by_present else 3
     (loss,) = rank_loss(made, rule).values()
@@ -218,15 +226,24 @@ def test_equal_models_have_no_rank_and_no_topology_loss():
     assert topology_loss(same, rule)["loss_kd_topology"].item() == 0
 
 
-@pytest.mark.parametrize("softmax", [False, True], ids=["sigmoid", "softmax"])
-def test_the_topology_loss_against_loops(softmax):
-    made = random_outputs(softmax, seed=3)
-    rule = DistillRule("topology", weight=3.0, min_score=0.1)
+@pytest.mark.parametrize(
+    ("softmax", "seed", "min_score"),
+    [(False, 14, 0.72), (True, 0, 0.62)],
+    ids=["sigmoid", "softmax"],
+)
+def test_the_topology_loss_against_loops(softmax, seed, min_score):
+    """The teacher is sure of three of four classes, and not in all of their queries."""
+    old = [0, 1, 3, 4]
+    made = random_outputs(softmax, seed, classes=5, old=old)
+    rule = DistillRule("topology", weight=3.0, min_score=min_score)
     relative = []
     for model in (made.student, made.teacher):  # the teacher's weights for both
-        states = model.features
-        found = class_prototypes(made.teacher_logits, states, [0, 1, 3], softmax, 0.1)
-        assert len(found) == 3
+        unsure, found = (
+            class_prototypes(made.teacher_logits, model.features, old, softmax, floor)
+            for floor in (0.0, min_score)
+        )
+        assert (len(unsure), len(found)) == (4, 3)
+        assert any(found[c] != unsure[c] for c in found)
         squared = {
             (a, b): sum((x - y) ** 2 for x, y in zip(found[a], found[b], strict=True))
             for a in found

@@ -137,8 +137,8 @@ def test_heads_are_the_papers():
 
 
 def test_every_row_has_a_run_that_computes_it():
-    """Rows without one are quoted: those on GFLv1, and newer methods that are not built here."""
-    quoted = ("GFLv1", "ACF", "SDDGR", "DCA", "Grounding DINO")
+    """Rows without one are quoted: other detectors, and newer methods that are not built here."""
+    quoted = ("GFLv1", "ACF", "SDDGR", "DCA", "Grounding DINO", "SIKD, both losses")
     for table in paper_tables().values():
         assert len({row.label for row in table.rows}) == len(table.rows)
         for row in table.rows:
@@ -172,6 +172,14 @@ def test_the_papers_fpp_is_the_first_phases_ap_less_the_lasts():
         for row in paper_tables()[name].rows:
             total = row.figures["old.AP"][0] + row.figures["fpp.AP"][0]
             assert total == pytest.approx(43.3, abs=0.05), row.label
+
+
+def test_our_rank_loss_stands_beside_the_figures_of_the_rank_loss_alone():
+    rows = {row.label: row for row in paper_tables()["newer-traditional"].rows}
+    alone, both = (rows[f"70+10, SIKD, {losses}"] for losses in ("rank loss alone", "both losses"))
+    assert method_of(compose([alone.run])).distill.loss == "rank"
+    assert alone.figures["all.AP"][0] < both.figures["all.AP"][0]
+    assert alone.figures["new.AP"][0] > both.figures["new.AP"][0]
 
 
 def test_runs_state_what_their_tables_vary():
