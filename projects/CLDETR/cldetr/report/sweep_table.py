@@ -1,8 +1,8 @@
 """The table of a sweep: mean ± 95% confidence interval over the seeds, beside the paper's figures.
 
 A metric is written as `all.AP`, `old.APs`, `new.AP50` (of the last phase's model) or `fpp.AP`. The
-paper's tables are data, `paper.json`: its figures, entered once, and the run of each row. Those on the
-embedded data set and on photographs are our own and have no figures of the paper.
+paper's tables are data, `paper.json`: its figures, entered once, and the run of each row. Those on
+the embedded data set and on photographs are our own and have no figures of the paper.
 """
 
 from __future__ import annotations
