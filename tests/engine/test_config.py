@@ -138,15 +138,19 @@ def test_a_tuple_may_be_written_as_detectron2_writes_it(config):
 
 
 @pytest.mark.parametrize(
-    ("precision", "device", "found"),
+    ("precision", "device", "gpu", "found"),
     [
-        ("high", "cuda", ("high", True)),
-        ("highest", "cuda:1", ("highest", False)),
-        ("", "cuda", ("highest", True)),
-        ("high", "cpu", ("highest", True)),  # golden losses of a CPU must not depend on it
+        ("high", "cuda", True, ("high", True)),
+        ("highest", "cuda:1", True, ("highest", False)),
+        ("", "cuda", True, ("highest", True)),
+        ("high", "cpu", True, ("highest", True)),  # the digits of a CPU must not depend on it
+        ("high", "cuda", False, ("highest", True)),  # the default on a machine without a GPU
     ],
 )
-def test_float32_precision_is_that_of_products_and_convolutions(precision, device, found):
+def test_float32_precision_is_that_of_products_and_convolutions(
+    precision, device, gpu, found, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     torch.set_float32_matmul_precision("highest")  # PyTorch's own; a fixture restores what was
     torch.backends.cudnn.allow_tf32 = True
     set_float32_precision(precision, device)

@@ -73,8 +73,12 @@ def default_setup(cfg: CfgNode, args: argparse.Namespace) -> None:
 
 
 def set_float32_precision(precision: str, device: str) -> None:
-    """Sets how a GPU multiplies float32 numbers, in matrix products and convolutions alike."""
-    if precision and torch.device(device).type == "cuda":  # it would change a CPU's numbers, too
+    """Sets how a GPU multiplies float32 numbers, in matrix products and convolutions alike.
+
+    MODEL.DEVICE is "cuda" on machines without one, too: there it would change how a CPU multiplies,
+    which is then much slower for small matrices.
+    """
+    if precision and torch.device(device).type == "cuda" and torch.cuda.is_available():
         torch.set_float32_matmul_precision(precision)
         torch.backends.cudnn.allow_tf32 = precision != "highest"
 
