@@ -83,6 +83,20 @@ def test_the_share_of_matched_labels_is_a_curve_for_each_layer():
         assert [text.get_text() for text in legend] == ["1", "last"]
 
 
+def test_evaluations_within_a_stage_are_a_curve_of_their_own_steps():
+    curve = [{"iteration": i, "lr": 1e-3} for i in range(20)]
+    curve[9] |= {"all/AP": 40.0, "old/AP": 30.0, "new/AP": 50.0}
+    curve[19] |= {"all/AP": 45.0, "old/AP": 32.0, "new/AP": 58.0}
+    plot = training_plot(run_of(None, curve=curve, stages=[trained(2, "train", steps=20)]))
+    assert plot.panels[0].title == "AP in the course of training (in %)"
+    ax = drawn(plot.panels[0])
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["all", "old", "new"]
+    assert [line.get_xdata().tolist() for line in ax.lines if len(line.get_xdata())] == [
+        *([10, 20],) * 3
+    ]
+    assert ax.lines[0].get_ydata().tolist() == [40.0, 45.0]
+
+
 def test_loss_curves_stop_at_the_end_of_a_stage():
     curve = [{"iteration": i, "total_loss": float(i), "lr": 1e-3} for i in range(20)]
     stages = [trained(1, "train", steps=15), trained(2, "train", steps=5)]

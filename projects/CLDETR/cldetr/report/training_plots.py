@@ -27,6 +27,12 @@ _CURVES = {  # logged quantities by panel, with their names in its legend
         "loss_bbox": "box L1",
         "loss_giou": "box GIoU",
     },
+    "AP in the course of training (in %)": {  # TEST.EVAL_PERIOD, SCHEDULE.EARLY_STOP
+        "held_out/AP": "held-out images",
+        "all/AP": "all",
+        "old/AP": "old",
+        "new/AP": "new",
+    },
     "Learning rate": {"lr": ""},
     "Labels per image": {
         "pseudo/truth_per_image": "ground truth",
