@@ -7,9 +7,12 @@ import re
 
 import pytest
 
+from cldetr.cli import main
 from cldetr.commands.sweep import _write_table, add_arguments
 from cldetr.config import check_keys, method_of, schedule_of
 from cldetr.config_files import compose
+from cldetr.engine.sweep import Experiment, plan
+from cldetr.errors import InputError
 from cldetr.report.sweep_table import (
     csv_text,
     format_rows,
@@ -17,6 +20,8 @@ from cldetr.report.sweep_table import (
     mean_interval,
     own_rows,
     paper_tables,
+    read_runs_csv,
+    runs_csv_text,
     table_rows,
     title,
     voc_columns,
@@ -100,7 +105,7 @@ def test_all_files_of_a_sweep_have_vocs_metrics(tmp_path, table):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args([*words, "--out", str(tmp_path)])
-    _write_table(args, {"ablation": {0: found}}, [])
+    _write_table(args, {"ablation": {0: found}}, {"ablation": "a1"}, [])
     lines = (tmp_path / "table.md").read_text().splitlines()
     heads, _, row = [line.split("|") for line in lines if line.startswith("|")][:3]
     assert (heads[-2].strip(), row[-2].strip()) == ("VOC07", "61.5")
@@ -109,6 +114,70 @@ def test_all_files_of_a_sweep_have_vocs_metrics(tmp_path, table):
     assert next(x["mean"] for x in rows if x["metric"] == "all.VOC07") == "61.5"
     [run] = csv.DictReader((tmp_path / "runs.csv").open())
     assert run["all.VOC07"] == "61.5"
+
+
+def test_runs_of_elsewhere_give_the_same_table(tmp_path):
+    found = {
+        "a": {
+            0: {**results(40.5, "A"), "scenario": "7+3"},
+            3: {**results(51.0), "scenario": "7+3"},
+        },
+        "b": {0: {**results(41.25, "B"), "scenario": "7+3"}},
+    }
+    columns = ("all.AP", "all.AP75", "old.AP", "fpp.AP")
+    path = tmp_path / "runs.csv"
+    path.write_text(runs_csv_text(found, {"a": "a1", "b": "b1"}, columns))
+    read, refused = read_runs_csv(path, {"a": "a1", "b": "b1"})
+    assert refused == []
+    assert own_rows(read, columns) == own_rows(found, columns)
+    assert runs_csv_text(read, {"a": "a1", "b": "b1"}, columns) == path.read_text()
+    read, refused = read_runs_csv(path, {"b": "b2", "c": "c1"})
+    assert read == {}
+    assert refused == [
+        f"b, seed 0: {path}, line 4, has a run on 7+3 with other settings (b1, here b2)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("config,seed,all.AP\na,0,1\n", "no column settings, scenario, method: give a runs.csv"),
+        ("{head}\na,a1,7+3,m,0,1\n", "line 2: it has more or fewer cells"),
+        ("{head}\na,a1,7+3,m,0,1,2,3\n", "line 2: it has more or fewer cells"),
+        ("{head}\na,a1,7+3,m,one,1,2\n", "line 2: invalid literal"),
+        ("{head}\na,a1,7+3,m,0,1,nan\n", r"line 2: all\.AP is nan"),
+        ("{head}\na,a1,7+3,m,0,1,\0\n", "line 2: "),
+        ("", "no column config"),
+    ],
+)
+def test_a_damaged_file_of_runs_is_refused(tmp_path, text, message):
+    path = tmp_path / "runs.csv"
+    path.write_text(text.format(head="config,settings,scenario,method,seed,phase1.AP,all.AP"))
+    with pytest.raises(InputError, match=message):
+        read_runs_csv(path, {"a": "a1"})
+
+
+def test_a_file_of_runs_is_read_before_anything_runs(tmp_path, capsys):
+    words = ["sweep", "shapes", "--seeds", "0", "--out", str(tmp_path / "out")]
+    assert main([*words, "--runs", str(tmp_path / "absent.csv")]) == 2
+    assert "absent.csv: No such file" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_table_has_the_runs_of_a_file(tmp_path, capsys):
+    [job] = plan([Experiment("shapes", compose(["shapes"]))], [0], tmp_path)
+    run = {**results(40.5, "A"), "scenario": "7+3"}
+    ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
+    ours.write_text(
+        runs_csv_text({"shapes": {0: run, 7: run}}, {"shapes": job.settings}, ["all.AP"])
+    )
+    theirs.write_text(runs_csv_text({"shapes": {0: run}}, {"shapes": "0"}, ["all.AP"]))
+    words = ["sweep", "shapes", "--seeds", "0", "1", "--out", str(tmp_path), "--table-only"]
+    assert main([*words, "--runs", str(ours), str(theirs)]) == 0
+    printed = re.sub(" +", " ", capsys.readouterr().out)
+    assert "| A | 1 | 40.5 |" in printed  # seed 7 was not asked for
+    assert "theirs.csv, line 2, has a run on 7+3 with other settings" in printed
+    assert f"--runs {ours} {theirs}" in (tmp_path / "table.md").read_text()
 
 
 def test_a_run_that_the_table_does_not_have_stands_below_its_rows():

@@ -31,10 +31,13 @@ from cldetr.report.sweep_table import (
     latex,
     own_rows,
     paper_tables,
+    read_runs_csv,
     runs_csv_text,
     table_rows,
     voc_columns,
 )
+
+Elsewhere = tuple[Mapping[str, RUNS], list[str]]  # what `read_runs_csv` returns
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,6 +116,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--table-only", action="store_true", help="run nothing, collect what is there"
     )
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="CSV",
+        help="runs.csv of sweeps elsewhere: the table has their runs of the same settings, too",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -130,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
     jobs = plan(experiments, args.seeds, args.out, share_first=args.share_first, gpus=gpus)
     if args.plan:
         return _print_plan([job for job in jobs if not job.finished])
+    settings = {job.name: job.settings for job in jobs}
+    elsewhere = [read_runs_csv(path, settings) for path in args.runs]
     room = devices // gpus if gpus else 1
     if not (room or args.parallel or args.cluster or args.table_only):
         raise InputError(f"this machine has {devices} GPUs, not {gpus}: lower --gpus-per-run")
@@ -143,7 +156,8 @@ def run(args: argparse.Namespace) -> int:
             else:
                 run_here(jobs, args.parallel or room)
     finally:  # also with a run that failed: the table of the others
-        _write_table(args, *collect(jobs))
+        results, refused = _collect(args, jobs, elsewhere)
+        _write_table(args, results, settings, refused)
     finished = [read_run(job.folder) for job in jobs if job.finished]
     if finished:
         page = write_comparison(finished, (args.tables or args.out) / "report")
@@ -205,7 +219,30 @@ def _pairs(words: Sequence[str], option: str) -> list[tuple[str, str]]:
     return [(word.partition("=")[0], word.partition("=")[2]) for word in words]
 
 
-def _write_table(args: argparse.Namespace, results: Mapping[str, RUNS], refused: list[str]) -> None:
+def _collect(
+    args: argparse.Namespace, jobs: Sequence[Job], elsewhere: Sequence[Elsewhere]
+) -> tuple[dict[str, RUNS], list[str]]:
+    """Results of the sweep and of those of --runs, and a line for each that is refused."""
+    found, refused = collect(jobs)
+    results: dict[str, RUNS] = {}
+    for path, (runs, others) in zip(args.runs, elsewhere, strict=True):
+        refused += others
+        if not any(seed in args.seeds for seeds in runs.values() for seed in seeds):
+            refused.append(f"{path} has no run of these configs, settings and seeds")
+    for name in dict.fromkeys(job.name for job in jobs):
+        several = [*(runs.get(name, {}) for runs, _ in elsewhere), found.get(name, {})]
+        merged = {seed: run for runs in several for seed, run in runs.items() if seed in args.seeds}
+        if merged:
+            results[name] = merged
+    return results, refused
+
+
+def _write_table(
+    args: argparse.Namespace,
+    results: Mapping[str, RUNS],
+    settings: Mapping[str, str],
+    refused: Sequence[str],
+) -> None:
     """Prints the table and writes it; of runs of another experiment it gives no numbers."""
     voc = voc_columns(found for runs in results.values() for found in runs.values())
     if args.table:
@@ -219,13 +256,13 @@ def _write_table(args: argparse.Namespace, results: Mapping[str, RUNS], refused:
         rows = own_rows(results, columns)
     text = heading + format_rows(rows, columns, "github")
     if refused:
-        text += "\nNot shown, because the directory contains a different run:\n\n"
+        text += "\nNot shown, because they are other runs:\n\n"
         text += "".join(f"- {line}\n" for line in refused)
     for name, content in {
         "table.md": text + "\n" + _provenance(args),
         "table.csv": csv_text(rows, columns),
         "table.tex": latex(rows, columns),
-        "runs.csv": runs_csv_text(results, columns),
+        "runs.csv": runs_csv_text(results, settings, columns),
     }.items():
         with atomic_path((args.tables or args.out) / name) as partial:
             partial.write_text(content, encoding="utf-8")
@@ -242,6 +279,7 @@ def _provenance(args: argparse.Namespace) -> str:
         *(["--share-first"] if args.share_first else []),
         *(["--weights", *args.weights] if args.weights else []),
         *(["--set", *args.set] if args.set else []),
+        *(["--runs", *map(str, args.runs)] if args.runs else []),
     ]
     versions = ", ".join(f"{name} {version(name)}" for name in ("cldetr", "torch", "numpy"))
     today = datetime.datetime.now(datetime.timezone.utc).date()

@@ -90,6 +90,11 @@ class Job:
         return Path(self.cfg.OUTPUT_DIR)
 
     @property
+    def settings(self) -> str:
+        """The digest of all settings but the seeds, as in the folder's name."""
+        return self.folder.parent.name.rpartition("-")[2]
+
+    @property
     def first_model(self) -> Path:
         """The detector after the first phase, which other runs may take over."""
         return self.folder / _FIRST_MODEL

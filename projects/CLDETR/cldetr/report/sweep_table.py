@@ -20,11 +20,15 @@ import msgspec
 from scipy import stats
 from tabulate import tabulate
 
+from cldetr.errors import InputError
 from cldetr.evaluation.voc import VOC_METRICS
 
 Figure = tuple[float, float | None]  # a value and the half width of its 95% interval
 COLUMNS = ("all.AP", "all.AP50", "all.AP75", "old.AP", "new.AP", "fpp.AP")
 RUNS = Mapping[int, Mapping[str, Any]]  # results by seed
+# Columns of runs.csv that tell which run it was, and the groups of those that tell its results.
+_RUN = ("config", "settings", "scenario", "method", "seed")
+_GROUPS = ("phase1", "all", "old", "new", "fpp")
 # What LaTeX does not know as a letter; tabulate escapes the rest.
 _TEX = {"±": "$\\pm$", "≥": "$\\geq$", "×": "$\\times$", "Δ": "$\\Delta$", "–": "--"}
 
@@ -185,17 +189,85 @@ def csv_text(rows: Sequence[Row], columns: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def runs_csv_text(found: Mapping[str, RUNS], columns: Sequence[str]) -> str:
-    """One line for each finished run, in full precision: what the table takes its means of."""
+def runs_csv_text(
+    found: Mapping[str, RUNS], settings: Mapping[str, str], columns: Sequence[str]
+) -> str:
+    """One line for each finished run, in full precision: what the table takes its means of.
+
+    Args:
+        found: results by config and seed.
+        settings: by config, the digest of its settings.
+        columns: metrics.
+    """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(["config", "scenario", "seed", "phase1.AP", *columns])
+    writer.writerow([*_RUN, "phase1.AP", *columns])
     for name, runs in found.items():
         for seed, results in sorted(runs.items()):
+            about = (name, settings[name], results["scenario"], results["method"], seed)
             first = (results["phases"][0]["all"] or {}).get("AP")
-            values = [value_of(results, column) for column in columns]
-            writer.writerow([name, results["scenario"], seed, first, *values])
+            writer.writerow([*about, first, *(value_of(results, column) for column in columns)])
     return text.getvalue()
+
+
+def read_runs_csv(
+    path: Path, settings: Mapping[str, str]
+) -> tuple[dict[str, dict[int, dict[str, Any]]], list[str]]:
+    """Results of runs that finished elsewhere, as `runs_csv_text` wrote them.
+
+    Args:
+        path: the file; columns that are not a run's are left out.
+        settings: by config, the digest of its settings here.
+
+    Returns:
+        the results by config and seed, and a line for each run of the same config with other
+        settings, which gives none.
+    """
+    results: dict[str, dict[int, dict[str, Any]]] = {}
+    refused = []
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            reader = csv.DictReader(file)
+            if missing := [name for name in _RUN if name not in (reader.fieldnames or ())]:
+                raise InputError(
+                    f"{path} has no column {', '.join(missing)}: give a runs.csv of "
+                    "`cldetr sweep`, of this version or later"
+                )
+            for line in reader:
+                name = line["config"]
+                if name not in settings:
+                    continue
+                if line["settings"] != settings[name]:
+                    refused.append(
+                        f"{name}, seed {line['seed']}: {path}, line {reader.line_num}, has a run "
+                        f"on {line['scenario']} with other settings ({line['settings']}, here "
+                        f"{settings[name]})"
+                    )
+                    continue
+                results.setdefault(name, {})[int(line["seed"])] = _run_of(line)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except InputError:
+        raise
+    except (ValueError, csv.Error) as error:
+        raise InputError(f"{path}, line {reader.line_num}: {error}") from error
+    return results, refused
+
+
+def _run_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """As much of a run's results as a line of runs.csv has."""
+    if None in line or None in line.values():
+        raise ValueError("it has more or fewer cells than columns")
+    groups: dict[str, dict[str, float | None]] = {name: {} for name in _GROUPS}
+    for column, text in line.items():
+        group, _, metric = column.partition(".")
+        if group in groups:
+            value = float(text) if text else None
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{column} is {text}")
+            groups[group][metric] = value
+    about = {name: line[name] for name in ("scenario", "method")}
+    return {**about, "phases": [{"all": groups.pop("phase1")}], **groups}
 
 
 def title(column: str) -> str:
