@@ -29,6 +29,7 @@ from cldetr.engine.sweep import (
 )
 from cldetr.errors import InputError
 from cldetr.files import sha256_json
+from cldetr.methods.pseudo import SELECTIONS
 
 from .conftest import ROOT, TINY, start_script
 
@@ -266,17 +267,23 @@ def test_weights_are_those_of_a_detector(tmp_path, capsys):
 
 
 def fork_run(command, stdout, stderr, env):
-    """Stands for `subprocess.run`: what `python -m cldetr.train` does, in a fork."""
-    assert command[:3] == [sys.executable, "-m", "cldetr.train"]
-    child = start_script(ROOT / "train_net.py", command[3:], Path(stdout.name).parent, env=env)
+    """Stands for `subprocess.run`: what `python -m cldetr.train` or a script does, in a fork."""
+    assert command[0] == sys.executable
+    own = command[1:3] == ["-m", "cldetr.train"]
+    script, words = (ROOT / "train_net.py", command[3:]) if own else (command[1], command[2:])
+    child = start_script(script, words, Path(stdout.name).parent, env=env)
     return SimpleNamespace(returncode=child.wait())
 
 
-def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(
-    tmp_path, tiny_shapes, capsys, monkeypatch
-):
+@pytest.fixture
+def forked_runs(monkeypatch):
     forking = SimpleNamespace(run=fork_run, STDOUT=subprocess.STDOUT)
     monkeypatch.setattr("cldetr.engine.sweep.subprocess", forking)
+
+
+def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(
+    tmp_path, tiny_shapes, capsys, forked_runs
+):
     second = tmp_path / "second.yaml"
     second.write_text(
         f"_BASE_: {TINY}\nREPORT: True\nMETHOD: {{NAME: other, CALIBRATE: {{ENABLED: False}}}}\n"
@@ -302,6 +309,28 @@ def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(
     before = (tiny / "results.json").stat().st_mtime_ns
     assert main([*words, "--set", *tiny_shapes]) == 0
     assert (tiny / "results.json").stat().st_mtime_ns == before
+
+
+def test_runs_start_the_users_script(tmp_path, tiny_shapes, forked_runs, monkeypatch, capsys):
+    rule = "from cldetr.methods.pseudo import SELECTIONS\nSELECTIONS['mine'] = SELECTIONS['all']\n"
+    (tmp_path / "my_rule.py").write_text(rule)
+    script = tmp_path / "my_train_net.py"
+    script.write_text("import my_rule\n" + (ROOT / "train_net.py").read_text())
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(f"_BASE_: {TINY}\nMETHOD: {{NAME: mine, PSEUDO: {{SELECT: mine}}}}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))  # of the forked run, as python has it for a script
+    words = ["sweep", TINY, str(mine), "--seeds", "0", "--share-first"]
+    words += ["--out", str(tmp_path / "out"), "--script", script.name, "--set", *tiny_shapes]
+    assert main(words) == 2  # the sweep itself does not know the rule
+    monkeypatch.setattr("cldetr.methods.pseudo.SELECTIONS", dict(SELECTIONS))
+    assert main(["--import", "my_rule", *words]) == 0
+    lines = list(csv.DictReader((tmp_path / "out/runs.csv").open()))
+    assert [line["method"] for line in lines] == ["cldetr", "mine"]
+    assert "--script my_train_net.py" in (tmp_path / "out/table.md").read_text()
+    script.unlink()
+    assert main(words) == 2
+    assert "there is no file my_train_net.py" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -83,6 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="initial weights of all runs of a detector, such as up_detr_r50=FILE",
     )
     parser.add_argument(
+        "--script",
+        type=Path,
+        metavar="FILE",
+        help="your copy of train_net.py, which the runs start (default: the package's own)",
+    )
+    parser.add_argument(
         "--gpus-per-run",
         type=int,
         metavar="N",
@@ -138,7 +144,16 @@ def run(args: argparse.Namespace) -> int:
     gpus = args.gpus_per_run
     if gpus is None:
         gpus = int(parameters.get("gpus_per_node", devices)) if args.cluster else devices
-    jobs = plan(experiments, args.seeds, args.out, share_first=args.share_first, gpus=gpus)
+    if args.script and not args.script.is_file():
+        raise InputError(f"--script: there is no file {args.script}")
+    jobs = plan(
+        experiments,
+        args.seeds,
+        args.out,
+        share_first=args.share_first,
+        gpus=gpus,
+        script=args.script and args.script.resolve(),
+    )
     if args.plan:
         return _print_plan([job for job in jobs if not job.finished])
     settings = {job.name: job.settings for job in jobs}
@@ -278,6 +293,7 @@ def _provenance(args: argparse.Namespace) -> str:
         *("--seeds", *map(str, args.seeds)),
         *(["--share-first"] if args.share_first else []),
         *(["--weights", *args.weights] if args.weights else []),
+        *([f"--script {args.script}"] if args.script else []),
         *(["--set", *args.set] if args.set else []),
         *(["--runs", *map(str, args.runs)] if args.runs else []),
     ]

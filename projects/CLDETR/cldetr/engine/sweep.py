@@ -18,7 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +76,7 @@ class Job:
         cfg: the whole configuration of the run.
         gpus: processes of the run, each with a GPU; 0 is one process on the CPU.
         leader: the run whose first phase it takes over, and so waits for.
+        script: the copy of train_net.py that it starts; None for the package's own.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Job:
     cfg: CfgNode
     gpus: int = 0
     leader: Job | None = None
+    script: Path | None = None
 
     @property
     def folder(self) -> Path:
@@ -126,7 +128,8 @@ class Job:
         config = self.folder.with_name(f"{self.folder.name}.yaml")
         with atomic_path(config) as partial:
             partial.write_text(dump_changes(self.cfg), encoding="utf-8")
-        words = [sys.executable, "-m", "cldetr.train", "--config-file", str(config)]
+        train = [str(self.script)] if self.script else ["-m", "cldetr.train"]
+        words = [sys.executable, *train, "--config-file", str(config)]
         if self.gpus:
             words += ["--num-gpus", str(self.gpus)]
         if self.begun:
@@ -161,6 +164,7 @@ def plan(
     *,
     share_first: bool = False,
     gpus: int = 0,
+    script: Path | None = None,
 ) -> list[Job]:
     """Lists the runs, seed by seed.
 
@@ -171,6 +175,7 @@ def plan(
         share_first: experiments whose first phases are the same by their settings train it once
             per seed. It is taken from a run of `out` that has it already, also of an earlier sweep.
         gpus: of each run.
+        script: of each run.
     """
     unique = {experiment.folder_name: experiment for experiment in experiments}
     uses = Counter(experiment.name for experiment in unique.values())
@@ -179,7 +184,8 @@ def plan(
         jobs = []
         for folder, experiment in unique.items():
             name = experiment.name if uses[experiment.name] == 1 else folder
-            jobs.append(make_job(name, experiment.cfg, out / folder / f"seed{seed}", seed, gpus))
+            job = make_job(name, experiment.cfg, out / folder / f"seed{seed}", seed, gpus)
+            jobs.append(replace(job, script=script))
         leaders: dict[str, Job] = {}  # by the digest of the first phase that they train
         shared = {
             job: _with_first_phase(job, leaders, out, share_first)
@@ -293,7 +299,7 @@ def _with_first_phase(job: Job, leaders: dict[str, Job], out: Path, share_first:
         return job
     cfg = job.cfg.clone()
     cfg.MODEL.DETECTOR = str(model)
-    return Job(job.name, job.seed, cfg, job.gpus, leader)
+    return replace(job, cfg=cfg, leader=leader)
 
 
 def _taken_first_phase(job: Job, key: str) -> Path | None:
