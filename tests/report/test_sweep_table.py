@@ -147,6 +147,7 @@ def test_runs_of_elsewhere_give_the_same_table(tmp_path):
         ("{head}\na,a1,7+3,m,one,1,2\n", "line 2: invalid literal"),
         ("{head}\na,a1,7+3,m,0,1,nan\n", r"line 2: all\.AP is nan"),
         ("{head}\na,a1,7+3,m,0,1,\0\n", "line 2: "),
+        ("{head}\na,a1,7+3,m,0,1,2\na,a1,7+3,m,0,1,3\n", "line 3: a second run of a with seed 0"),
         ("", "no column config"),
     ],
 )

@@ -244,7 +244,10 @@ def read_runs_csv(
                         f"{settings[name]})"
                     )
                     continue
-                results.setdefault(name, {})[int(line["seed"])] = _run_of(line)
+                runs, seed = results.setdefault(name, {}), int(line["seed"])
+                if seed in runs:
+                    raise ValueError(f"a second run of {name} with seed {seed}")
+                runs[seed] = _run_of(line)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}") from error
     except InputError:
