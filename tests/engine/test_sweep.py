@@ -313,9 +313,10 @@ def test_a_sweep_runs_skips_what_is_finished_and_writes_its_tables(
 
 def test_runs_start_the_users_script(tmp_path, tiny_shapes, forked_runs, monkeypatch, capsys):
     rule = "from cldetr.methods.pseudo import SELECTIONS\nSELECTIONS['mine'] = SELECTIONS['all']\n"
-    (tmp_path / "my_rule.py").write_text(rule)
+    (tmp_path / "my_sweep_rule.py").write_text(rule)
     script = tmp_path / "my_train_net.py"
-    script.write_text("import my_rule\n" + (ROOT / "train_net.py").read_text())
+    trace = "import my_sweep_rule\nprint('my script', flush=True)\n"
+    script.write_text(trace + (ROOT / "train_net.py").read_text())
     mine = tmp_path / "mine.yaml"
     mine.write_text(f"_BASE_: {TINY}\nMETHOD: {{NAME: mine, PSEUDO: {{SELECT: mine}}}}\n")
     monkeypatch.chdir(tmp_path)
@@ -324,13 +325,31 @@ def test_runs_start_the_users_script(tmp_path, tiny_shapes, forked_runs, monkeyp
     words += ["--out", str(tmp_path / "out"), "--script", script.name, "--set", *tiny_shapes]
     assert main(words) == 2  # the sweep itself does not know the rule
     monkeypatch.setattr("cldetr.methods.pseudo.SELECTIONS", dict(SELECTIONS))
-    assert main(["--import", "my_rule", *words]) == 0
+    assert main(["--import", "my_sweep_rule", *words]) == 0
+    del sys.modules["my_sweep_rule"]
     lines = list(csv.DictReader((tmp_path / "out/runs.csv").open()))
     assert [line["method"] for line in lines] == ["cldetr", "mine"]
-    assert "--script my_train_net.py" in (tmp_path / "out/table.md").read_text()
+    for name in ("tiny", "mine"):  # the second takes its first phase from the first
+        printed = [path.read_text() for path in tmp_path.glob(f"out/{name}-*/seed0/console*.txt")]
+        assert "my script" in "".join(printed)
+    made_by = (tmp_path / "out/table.md").read_text()
+    assert "cldetr --import my_sweep_rule sweep" in made_by
+    assert "--script my_train_net.py" in made_by
+    assert main([*words, "--plan"]) == 2
+    assert "plan a run with `python my_train_net.py" in capsys.readouterr().err
     script.unlink()
     assert main(words) == 2
     assert "there is no file my_train_net.py" in capsys.readouterr().err
+
+
+def test_a_script_may_use_keys_that_the_trainer_does_not(tmp_path, capsys):
+    script = tmp_path / "my_train_net.py"
+    script.write_text("")
+    words = ["sweep", TINY, "--seeds", "0", "--out", str(tmp_path / "out"), "--table-only"]
+    words += ["--set", "SOLVER.MOMENTUM", "0.8"]
+    assert main(words) == 2
+    assert "SOLVER.MOMENTUM is not used" in capsys.readouterr().err
+    assert main([*words, "--script", str(script)]) == 0
 
 
 @pytest.mark.slow

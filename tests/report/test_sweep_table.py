@@ -3,6 +3,7 @@
 import argparse
 import csv
 import io
+import math
 import re
 
 import pytest
@@ -105,6 +106,7 @@ def test_all_files_of_a_sweep_have_vocs_metrics(tmp_path, table):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     args = parser.parse_args([*words, "--out", str(tmp_path)])
+    args.modules = []
     _write_table(args, {"ablation": {0: found}}, {"ablation": "a1"}, [])
     lines = (tmp_path / "table.md").read_text().splitlines()
     heads, _, row = [line.split("|") for line in lines if line.startswith("|")][:3]
@@ -126,15 +128,17 @@ def test_runs_of_elsewhere_give_the_same_table(tmp_path):
     }
     columns = ("all.AP", "all.AP75", "old.AP", "fpp.AP")
     path = tmp_path / "runs.csv"
-    path.write_text(runs_csv_text(found, {"a": "a1", "b": "b1"}, columns))
+    path.write_text(runs_csv_text(found, {"a": "a1", "b": "b1"}))
     read, refused = read_runs_csv(path, {"a": "a1", "b": "b1"})
     assert refused == []
     assert own_rows(read, columns) == own_rows(found, columns)
-    assert runs_csv_text(read, {"a": "a1", "b": "b1"}, columns) == path.read_text()
+    assert runs_csv_text(read, {"a": "a1", "b": "b1"}) == path.read_text()
+    path.write_text("\ufeff" + path.read_text())  # as Excel saves it
     read, refused = read_runs_csv(path, {"b": "b2", "c": "c1"})
     assert read == {}
     assert refused == [
-        f"b, seed 0: {path}, line 4, has a run on 7+3 with other settings (b1, here b2)"
+        f"b, seed 0: {path}, line 4, has a run on 7+3 with other settings, of which the paths of "
+        "data and weights are some (b1, here b2)"
     ]
 
 
@@ -142,18 +146,32 @@ def test_runs_of_elsewhere_give_the_same_table(tmp_path):
     ("text", "message"),
     [
         ("config,seed,all.AP\na,0,1\n", "no column settings, scenario, method: give a runs.csv"),
+        ("{head}\n{line},3\n", "line 2: it has more or fewer cells"),
         ("{head}\na,a1,7+3,m,0,1\n", "line 2: it has more or fewer cells"),
-        ("{head}\na,a1,7+3,m,0,1,2,3\n", "line 2: it has more or fewer cells"),
-        ("{head}\na,a1,7+3,m,one,1,2\n", "line 2: invalid literal"),
-        ("{head}\na,a1,7+3,m,0,1,nan\n", r"line 2: all\.AP is nan"),
-        ("{head}\na,a1,7+3,m,0,1,\0\n", "line 2: "),
-        ("{head}\na,a1,7+3,m,0,1,2\na,a1,7+3,m,0,1,3\n", "line 3: a second run of a with seed 0"),
+        ("{head}\na,a1,7+3\n", "line 2: it has more or fewer cells"),
+        ("{head}\na\n", "line 2: it has more or fewer cells"),
+        ("{head}\n{line}\n", r"line 2: phase1\.AP is nan"),
+        ("{head}\n{line}\0\n", "line 2: "),
         ("", "no column config"),
     ],
 )
 def test_a_damaged_file_of_runs_is_refused(tmp_path, text, message):
     path = tmp_path / "runs.csv"
-    path.write_text(text.format(head="config,settings,scenario,method,seed,phase1.AP,all.AP"))
+    whole = runs_csv_text({"a": {0: {**results(math.nan), "scenario": "7+3"}}}, {"a": "a1"})
+    head, line = whole.splitlines()
+    path.write_text(text.format(head=head, line=line))
+    with pytest.raises(InputError, match=message):
+        read_runs_csv(path, {"a": "a1"})
+
+
+@pytest.mark.parametrize(
+    ("seed", "message"), [("0", "line 3: a second run of a with seed 0"), ("x", "invalid literal")]
+)
+def test_a_seed_is_a_number_that_a_config_has_once(tmp_path, seed, message):
+    path = tmp_path / "runs.csv"
+    whole = runs_csv_text({"a": {0: {**results(40.5), "scenario": "7+3"}}}, {"a": "a1"})
+    name, digest, scenario, method, _, rest = whole.splitlines()[1].split(",", 5)
+    path.write_text(whole + ",".join([name, digest, scenario, method, seed, rest]) + "\n")
     with pytest.raises(InputError, match=message):
         read_runs_csv(path, {"a": "a1"})
 
@@ -165,20 +183,30 @@ def test_a_file_of_runs_is_read_before_anything_runs(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_table_has_the_runs_of_a_file(tmp_path, capsys):
+def test_the_table_has_the_runs_of_files(tmp_path, capsys):
     [job] = plan([Experiment("shapes", compose(["shapes"]))], [0], tmp_path)
-    run = {**results(40.5, "A"), "scenario": "7+3"}
-    ours, theirs = tmp_path / "ours.csv", tmp_path / "theirs.csv"
-    ours.write_text(
-        runs_csv_text({"shapes": {0: run, 7: run}}, {"shapes": job.settings}, ["all.AP"])
-    )
-    theirs.write_text(runs_csv_text({"shapes": {0: run}}, {"shapes": "0"}, ["all.AP"]))
+
+    def write(name, settings, **values):  # by seed
+        runs = {
+            int(seed[1:]): {**results(value, "A"), "scenario": "7+3"}
+            for seed, value in values.items()
+        }
+        (tmp_path / name).write_text(runs_csv_text({"shapes": runs}, {"shapes": settings}))
+
+    write("first.csv", job.settings, s0=40.5, s7=1.0)
+    write("second.csv", job.settings, s0=30.0, s1=41.5)
+    write("other.csv", "0", s0=1.0)
+    files = [str(tmp_path / name) for name in ("first.csv", "second.csv", "other.csv")]
     words = ["sweep", "shapes", "--seeds", "0", "1", "--out", str(tmp_path), "--table-only"]
-    assert main([*words, "--runs", str(ours), str(theirs)]) == 0
+    assert main([*words, "--runs", *files]) == 0
     printed = re.sub(" +", " ", capsys.readouterr().out)
-    assert "| A | 1 | 40.5 |" in printed  # seed 7 was not asked for
-    assert "theirs.csv, line 2, has a run on 7+3 with other settings" in printed
-    assert f"--runs {ours} {theirs}" in (tmp_path / "table.md").read_text()
+    assert "| A | 2 | 41.0 ± 6.4 |" in printed  # seed 7 was not asked for
+    assert f"shapes, seed 0: the run of {files[1]}; that of {files[0]} counts" in printed
+    assert "other.csv, line 2, has a run on 7+3 with other settings" in printed
+    assert "other.csv has no run of these configs, settings and seeds" in printed
+    assert f"--runs {' '.join(files)}" in (tmp_path / "table.md").read_text()
+    assert main([*words, "--runs", str(tmp_path / "runs.csv")]) == 2
+    assert "the sweep writes" in capsys.readouterr().err
 
 
 def test_a_run_that_the_table_does_not_have_stands_below_its_rows():

@@ -219,6 +219,10 @@ def schedule_of(cfg: CN) -> Schedule:
     return read_keys(Schedule, cfg.SCHEDULE, "SCHEDULE")
 
 
+# The methods that may make use of keys that the trainer's own do not.
+OVERRIDABLE = {method for _, method in _UNUSED.values() if method} | {"build_lr_scheduler"}
+
+
 def check_keys(cfg: CN, overridden: Collection[str] = ()) -> None:
     """Refuses keys that are set and that nothing would obey, naming what to use instead.
 

@@ -8,11 +8,12 @@ import platform
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
-from cldetr.config import check_keys, load_config, merge_overrides
+from cldetr.config import OVERRIDABLE, check_keys, load_config, merge_overrides
 from cldetr.config_files import compose, folder_names, part_from
 from cldetr.engine import IncrementalTrainer
 from cldetr.engine.cluster import run_on_cluster
@@ -138,14 +139,24 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("give configs, or a table with --table")
     names = [*(paper_tables()[args.table].runs() if args.table else []), *args.configs]
     weights = _weights(args.weights)
-    experiments = [_experiment(name, args.set, weights) for name in names]
+    if args.script and not args.script.is_file():
+        raise InputError(f"--script: there is no file {args.script}")
+    if args.script and args.plan:
+        raise InputError(
+            f"--plan does not know what {args.script} overrides: plan a run with "
+            f"`python {args.script} --config-file FILE --plan`"
+        )
+    written = (args.tables or args.out) / "runs.csv"
+    if any(path.resolve() == written.resolve() for path in args.runs):
+        raise InputError(
+            f"--runs: the sweep writes {written} itself; give a copy in another folder"
+        )
+    experiments = [_experiment(name, args.set, weights, args.script) for name in names]
     parameters = {name: yaml.safe_load(value) for name, value in _pairs(args.job, "--job")}
     devices = torch.cuda.device_count()
     gpus = args.gpus_per_run
     if gpus is None:
         gpus = int(parameters.get("gpus_per_node", devices)) if args.cluster else devices
-    if args.script and not args.script.is_file():
-        raise InputError(f"--script: there is no file {args.script}")
     jobs = plan(
         experiments,
         args.seeds,
@@ -171,8 +182,8 @@ def run(args: argparse.Namespace) -> int:
             else:
                 run_here(jobs, args.parallel or room)
     finally:  # also with a run that failed: the table of the others
-        results, refused = _collect(args, jobs, elsewhere)
-        _write_table(args, results, settings, refused)
+        results, left_out = _collect(args, jobs, elsewhere)
+        _write_table(args, results, settings, left_out)
     finished = [read_run(job.folder) for job in jobs if job.finished]
     if finished:
         page = write_comparison(finished, (args.tables or args.out) / "report")
@@ -201,7 +212,9 @@ def _print_plan(jobs: Sequence[Job]) -> int:
     return 2 if any(found.problems for found in plans) else 0
 
 
-def _experiment(name: str, overrides: Sequence[str], weights: dict[str, str]) -> Experiment:
+def _experiment(
+    name: str, overrides: Sequence[str], weights: dict[str, str], script: Path | None = None
+) -> Experiment:
     """A config by its path or name, with the overrides of the sweep."""
     is_file = Path(name).is_file()
     cfg = load_config(name) if is_file else compose([name])
@@ -209,7 +222,7 @@ def _experiment(name: str, overrides: Sequence[str], weights: dict[str, str]) ->
     if detector in weights:
         cfg.MODEL.WEIGHTS = weights[detector]
     merge_overrides(cfg, overrides)
-    check_keys(cfg)
+    check_keys(cfg, overridden=OVERRIDABLE if script else ())  # a run of a script checks itself
     return Experiment(Path(name).stem if is_file else name, cfg)
 
 
@@ -236,29 +249,34 @@ def _pairs(words: Sequence[str], option: str) -> list[tuple[str, str]]:
 
 def _collect(
     args: argparse.Namespace, jobs: Sequence[Job], elsewhere: Sequence[Elsewhere]
-) -> tuple[dict[str, RUNS], list[str]]:
-    """Results of the sweep and of those of --runs, and a line for each that is refused."""
-    found, refused = collect(jobs)
-    results: dict[str, RUNS] = {}
-    for path, (runs, others) in zip(args.runs, elsewhere, strict=True):
-        refused += others
+) -> tuple[Mapping[str, RUNS], list[str]]:
+    """Results of the sweep and of those of --runs, and a line for each run that is left out."""
+    found, left_out = collect(jobs)
+    sources: dict[str, Mapping[str, RUNS]] = {str(args.out): found}
+    for path, (runs, refused) in zip(args.runs, elsewhere, strict=True):
+        left_out += refused
+        sources[str(path)] = runs
         if not any(seed in args.seeds for seeds in runs.values() for seed in seeds):
-            refused.append(f"{path} has no run of these configs, settings and seeds")
-    for name in dict.fromkeys(job.name for job in jobs):
-        several = [*(runs.get(name, {}) for runs, _ in elsewhere), found.get(name, {})]
-        merged = {seed: run for runs in several for seed, run in runs.items() if seed in args.seeds}
-        if merged:
-            results[name] = merged
-    return results, refused
+            left_out.append(f"{path} has no run of these configs, settings and seeds")
+    results: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for name, seed in dict.fromkeys((job.name, job.seed) for job in jobs):
+        having = [source for source, runs in sources.items() if seed in runs.get(name, {})]
+        if having:
+            results.setdefault(name, {})[seed] = sources[having[0]][name][seed]
+        left_out += [
+            f"{name}, seed {seed}: the run of {other}; that of {having[0]} counts"
+            for other in having[1:]
+        ]
+    return results, left_out
 
 
 def _write_table(
     args: argparse.Namespace,
     results: Mapping[str, RUNS],
     settings: Mapping[str, str],
-    refused: Sequence[str],
+    left_out: Sequence[str],
 ) -> None:
-    """Prints the table and writes it; of runs of another experiment it gives no numbers."""
+    """Prints the table and writes it; of runs that are left out it gives no numbers."""
     voc = voc_columns(found for runs in results.values() for found in runs.values())
     if args.table:
         table = paper_tables()[args.table]
@@ -270,14 +288,13 @@ def _write_table(
         columns, heading = (*COLUMNS, *voc), ""
         rows = own_rows(results, columns)
     text = heading + format_rows(rows, columns, "github")
-    if refused:
-        text += "\nNot shown, because they are other runs:\n\n"
-        text += "".join(f"- {line}\n" for line in refused)
+    if left_out:
+        text += "\nNot in the table:\n\n" + "".join(f"- {line}\n" for line in left_out)
     for name, content in {
         "table.md": text + "\n" + _provenance(args),
         "table.csv": csv_text(rows, columns),
         "table.tex": latex(rows, columns),
-        "runs.csv": runs_csv_text(results, settings, columns),
+        "runs.csv": runs_csv_text(results, settings),
     }.items():
         with atomic_path((args.tables or args.out) / name) as partial:
             partial.write_text(content, encoding="utf-8")
@@ -287,7 +304,9 @@ def _write_table(
 def _provenance(args: argparse.Namespace) -> str:
     """What a reader needs to make the table again."""
     words = [
-        "cldetr sweep",
+        "cldetr",
+        *(f"--import {module}" for module in args.modules),
+        "sweep",
         *args.configs,
         *([f"--table {args.table}"] if args.table else []),
         *("--seeds", *map(str, args.seeds)),

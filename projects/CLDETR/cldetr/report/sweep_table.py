@@ -21,14 +21,16 @@ from scipy import stats
 from tabulate import tabulate
 
 from cldetr.errors import InputError
+from cldetr.evaluation.average_precision import METRICS
 from cldetr.evaluation.voc import VOC_METRICS
 
 Figure = tuple[float, float | None]  # a value and the half width of its 95% interval
 COLUMNS = ("all.AP", "all.AP50", "all.AP75", "old.AP", "new.AP", "fpp.AP")
 RUNS = Mapping[int, Mapping[str, Any]]  # results by seed
-# Columns of runs.csv that tell which run it was, and the groups of those that tell its results.
+_GROUPS = ("all", "old", "new", "fpp")
+# Columns of runs.csv: which run it was, and its results, the same whatever table it stands beside.
 _RUN = ("config", "settings", "scenario", "method", "seed")
-_GROUPS = ("phase1", "all", "old", "new", "fpp")
+_RESULTS = ("phase1.AP", *(f"{group}.{name}" for group in _GROUPS for name in METRICS))
 # What LaTeX does not know as a letter; tabulate escapes the rest.
 _TEX = {"±": "$\\pm$", "≥": "$\\geq$", "×": "$\\times$", "Δ": "$\\Delta$", "–": "--"}
 
@@ -189,16 +191,14 @@ def csv_text(rows: Sequence[Row], columns: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def runs_csv_text(
-    found: Mapping[str, RUNS], settings: Mapping[str, str], columns: Sequence[str]
-) -> str:
+def runs_csv_text(found: Mapping[str, RUNS], settings: Mapping[str, str]) -> str:
     """One line for each finished run, in full precision: what the table takes its means of.
 
     Args:
         found: results by config and seed.
         settings: by config, the digest of its settings.
-        columns: metrics.
     """
+    columns = [*_RESULTS[1:], *voc_columns(run for runs in found.values() for run in runs.values())]
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow([*_RUN, "phase1.AP", *columns])
@@ -226,22 +226,25 @@ def read_runs_csv(
     results: dict[str, dict[int, dict[str, Any]]] = {}
     refused = []
     try:
-        with open(path, encoding="utf-8", newline="") as file:
+        with open(path, encoding="utf-8-sig", newline="") as file:  # also as Excel saves it
             reader = csv.DictReader(file)
-            if missing := [name for name in _RUN if name not in (reader.fieldnames or ())]:
+            names = reader.fieldnames or ()
+            if missing := [name for name in (*_RUN, *_RESULTS) if name not in names]:
                 raise InputError(
-                    f"{path} has no column {', '.join(missing)}: give a runs.csv of "
+                    f"{path} has no column {', '.join(missing[:3])}: give a runs.csv of "
                     "`cldetr sweep`, of this version or later"
                 )
             for line in reader:
+                if None in line or None in line.values():
+                    raise ValueError("it has more or fewer cells than columns")
                 name = line["config"]
                 if name not in settings:
                     continue
                 if line["settings"] != settings[name]:
                     refused.append(
                         f"{name}, seed {line['seed']}: {path}, line {reader.line_num}, has a run "
-                        f"on {line['scenario']} with other settings ({line['settings']}, here "
-                        f"{settings[name]})"
+                        f"on {line['scenario']} with other settings, of which the paths of data "
+                        f"and weights are some ({line['settings']}, here {settings[name]})"
                     )
                     continue
                 runs, seed = results.setdefault(name, {}), int(line["seed"])
@@ -259,9 +262,7 @@ def read_runs_csv(
 
 def _run_of(line: Mapping[str, Any]) -> dict[str, Any]:
     """As much of a run's results as a line of runs.csv has."""
-    if None in line or None in line.values():
-        raise ValueError("it has more or fewer cells than columns")
-    groups: dict[str, dict[str, float | None]] = {name: {} for name in _GROUPS}
+    groups: dict[str, dict[str, float | None]] = {name: {} for name in ("phase1", *_GROUPS)}
     for column, text in line.items():
         group, _, metric = column.partition(".")
         if group in groups:
@@ -285,7 +286,7 @@ def title(column: str) -> str:
 def voc_columns(several: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """The columns of VOC's metrics of which some of the results have a value."""
     several = list(several)
-    columns = (f"{group}.{metric}" for group in ("all", "old", "new") for metric in VOC_METRICS)
+    columns = (f"{group}.{metric}" for group in _GROUPS[:3] for metric in VOC_METRICS)
     return tuple(
         column
         for column in columns
