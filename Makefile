@@ -37,8 +37,8 @@ demo: setup ## the main job on the embedded data set: under ten minutes on two c
 	$(BIN)/cldetr demo
 
 # All methods in three orders, those that are compared in five; --table-only prints what all of them gave. Both
-# scenarios have the runs in one folder, so that they share first phases.
-ABLATION = $(BIN)/cldetr sweep --share-first --set SCENARIO.ORDER seed LOG_PERIOD 100 REPORT False
+# scenarios have the runs in one folder, so that they share first phases. AT_ONCE=2 runs two at a time.
+ABLATION = $(BIN)/cldetr sweep --share-first $(if $(AT_ONCE),--parallel $(AT_ONCE)) --set SCENARIO.ORDER seed LOG_PERIOD 100 REPORT False
 ABLATION_7_3 = $(ABLATION) SCENARIO.NAME 7+3 --out output/ablation --tables output/ablation/7+3
 ABLATION_7_1_1_1 = $(ABLATION) SCENARIO.NAME 7+1x3 --out output/ablation --tables output/ablation/7+1x3
 ablation: setup ## methods compared on the embedded data set, three to five orders: hours, resumable
