@@ -78,7 +78,7 @@ $(PRETRAINED): # the transformer learns to find shapes before it sees photograph
 		$$([ -e output/real/pretrain/identity.json ] && echo --resume) OUTPUT_DIR output/real/pretrain \
 		LOG_PERIOD 50 REPORT False $(if $(WEIGHTS),MODEL.WEIGHTS $(abspath $(WEIGHTS)))
 
-bench: setup ## the benchmarks, as the table of docs/performance.md: half an hour on a free core
+bench: setup ## the benchmarks, as the table of docs/performance.md: half an hour on two free cores
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/table.py
 
 doctor: setup ## tell what works on this machine

@@ -77,7 +77,7 @@ def command_lines(text):
     text = BLOCK.sub("", text)
     indented = "\n".join(re.findall(r"(?:(?<=\n\n)|(?<=\n))    (.*)", text))
     for line in f"{shell}\n{indented}".replace("\\\n", " ").splitlines():
-        yield re.split(r"\s+# ", line)[0].strip(), True
+        yield re.split(r"\s+# ", line)[0].removesuffix(" &").strip(), True
     prose = re.sub(r"^    .*", "", text, flags=re.MULTILINE)
     for code in re.findall(r"`([^`]+)`", prose):
         yield " ".join(code.split()), False

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="DETECTOR",
         help="a DETR: weights of a run or of `cldetr convert`, a folder of Hugging Face "
-        "transformers, or a finished run, whose exemplars are used, too",
+        "transformers or a name on their hub, or a finished run, whose exemplars are used, too",
     )
     parser.add_argument(
         "--data",

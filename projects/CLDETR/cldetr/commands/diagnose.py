@@ -25,7 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="where to write, with --weights; else into RUN"
     )
-    parser.add_argument("--phase", type=int, help="label the images of this phase (default: all)")
+    parser.add_argument(
+        "--phase",
+        type=int,
+        help="label the images of this phase (default: all; with --weights: 2)",
+    )
     parser.add_argument(
         "--on",
         choices=("auto", "phase", "test"),

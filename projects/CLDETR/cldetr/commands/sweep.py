@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--table",
         choices=list(paper_tables()),
-        help="the rows of a table, with the paper's figures beside them; those of CONFIG below",
+        help="the rows of a table, with the paper's figures beside them; rows of CONFIG stand below",
     )
     parser.add_argument(
         "--seeds",
@@ -129,7 +129,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         default=[],
         metavar="CSV",
-        help="runs.csv of sweeps elsewhere: the table has their runs of the same settings, too",
+        help="runs.csv of other sweeps: their runs of the same configs, settings and seeds join the table",
     )
 
 
