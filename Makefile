@@ -41,11 +41,12 @@ demo: setup ## the main job on the embedded data set: under ten minutes on two c
 ABLATION = $(BIN)/cldetr sweep --share-first $(if $(AT_ONCE),--parallel $(AT_ONCE)) --set SCENARIO.ORDER seed LOG_PERIOD 100 REPORT False
 ABLATION_7_3 = $(ABLATION) SCENARIO.NAME 7+3 --out output/ablation --tables output/ablation/7+3
 ABLATION_7_1_1_1 = $(ABLATION) SCENARIO.NAME 7+1x3 --out output/ablation --tables output/ablation/7+1x3
+COMPARED = ablation ablation_recommended ablation_dkd ablation_completion
 ablation: setup ## methods compared on the embedded data set, three to five orders: hours, resumable
 	$(BIN)/cldetr shapes --out datasets/shapes
-	$(ABLATION_7_3) ablation ablation_recommended --seeds 0 1 2 3 4
+	$(ABLATION_7_3) $(COMPARED) --seeds 0 1 2 3 4
 	$(ABLATION_7_3) ablation_joint --table ablation --seeds 0 1 2
-	$(ABLATION_7_1_1_1) ablation ablation_recommended --seeds 0 1 2 3 4
+	$(ABLATION_7_1_1_1) $(COMPARED) --seeds 0 1 2 3 4
 	$(ABLATION_7_1_1_1) ablation_joint_4_phases --table ablation --seeds 0 1 2
 	$(ABLATION_7_3) ablation_joint --table ablation --seeds 0 1 2 3 4 --table-only
 	$(ABLATION_7_1_1_1) ablation_joint_4_phases --table ablation --seeds 0 1 2 3 4 --table-only
