@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--table",
         choices=list(paper_tables()),
-        help="the rows of a table, with the paper's figures beside them; rows of CONFIG stand below",
+        help="the rows of a table, with the paper's figures beside them; rows of CONFIG come below",
     )
     parser.add_argument(
         "--seeds",
@@ -89,6 +89,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="your copy of train_net.py, which the runs start (default: the package's own)",
     )
+    _add_machine_arguments(parser)
+    parser.add_argument(
+        "--set", nargs="*", default=[], metavar="KEY VALUE", help="overrides of all configs"
+    )
+    parser.add_argument(
+        "--plan",
+        action="store_true",
+        help="run nothing: say what each run will do and need, what would make it fail, and the "
+        "sum of all",
+    )
+    parser.add_argument(
+        "--table-only", action="store_true", help="run nothing, collect what is there"
+    )
+    parser.add_argument(
+        "--runs",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="CSV",
+        help="runs.csv of other sweeps: runs of the same config, settings and seed join the table",
+    )
+
+
+def _add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds where the runs are trained, and how many at a time."""
     parser.add_argument(
         "--gpus-per-run",
         type=int,
@@ -110,26 +135,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         help="for --cluster: timeout_min=2880 slurm_partition=gpu gpus_per_node=8 …",
-    )
-    parser.add_argument(
-        "--set", nargs="*", default=[], metavar="KEY VALUE", help="overrides of all configs"
-    )
-    parser.add_argument(
-        "--plan",
-        action="store_true",
-        help="run nothing: say what each run will do and need, what would make it fail, and the "
-        "sum of all",
-    )
-    parser.add_argument(
-        "--table-only", action="store_true", help="run nothing, collect what is there"
-    )
-    parser.add_argument(
-        "--runs",
-        nargs="+",
-        type=Path,
-        default=[],
-        metavar="CSV",
-        help="runs.csv of other sweeps: their runs of the same configs, settings and seeds join the table",
     )
 
 
